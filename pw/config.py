@@ -1,0 +1,166 @@
+"""Frozen settings of each stage, checked when made. The same objects go into the manifest."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from pw.errors import ConfigError
+
+WIDTHS = range(2, 9)  # widths a LUT can have
+_SUFFIX = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
+
+
+def parse_bytes(text: str) -> int:
+    """Bytes from `10GiB`, `512MB`, `64k` or a plain number.
+
+    Raises:
+        ConfigError: The text is not a size.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmg]i?)?b?\s*", text.lower())
+    if not match or (size := int(float(match[1]) * _SUFFIX[match[2] or ""])) <= 0:
+        raise ConfigError(f"not a size in bytes: `{text}`", "write it like `24MiB` or `10GB`")
+    return size
+
+
+@dataclass(frozen=True)
+class CalibrationConfig:
+    """Which text calibrates a model. Offline stages that run the model take it whole."""
+
+    dataset: str = "bundled"  # "bundled", or a path to .jsonl (text | messages) or .txt
+    nsamples: int = 64
+    seqlen: int = 512  # tokens
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.nsamples < 1:
+            raise ConfigError(f"nsamples must be at least 1: {self.nsamples}")
+        if self.seqlen < 8:
+            raise ConfigError(f"seqlen must be at least 8 tokens: {self.seqlen}")
+
+
+@dataclass(frozen=True)
+class QuantizeConfig:
+    """How the experts become bit-planes."""
+
+    min_bits: int = 2
+    max_bits: int | None = None  # None = auto: widest whose real bytes stay below the dense weights
+    calibration: CalibrationConfig = field(default_factory=CalibrationConfig)
+    strict_coverage: bool = False
+
+    def __post_init__(self) -> None:
+        if self.min_bits not in (2, 3):
+            raise ConfigError(f"min_bits must be 2 or 3: {self.min_bits}")
+        if self.max_bits is not None and not self.min_bits <= self.max_bits <= 8:
+            raise ConfigError(
+                f"max_bits must be between min_bits ({self.min_bits}) and 8: {self.max_bits}"
+            )
+
+
+@dataclass(frozen=True)
+class PrecisionPolicy:
+    """`adaptive`, `dense`, `static:<bits>`, `static:<file>` or `replay:<trace>`."""
+
+    kind: str  # "adaptive" | "dense" | "static" | "replay"
+    bits: int | None = None  # of static:<bits>
+    path: Path | None = None  # of static:<file> and replay:<trace>
+
+    @classmethod
+    def parse(cls, text: str) -> PrecisionPolicy:
+        """Read the command line form.
+
+        Raises:
+            ConfigError: The text names no policy.
+        """
+        kind, _, argument = text.partition(":")
+        if kind in ("adaptive", "dense") and not argument:
+            return cls(kind)
+        if kind == "static" and argument.isdigit():
+            if int(argument) not in WIDTHS:
+                raise ConfigError(f"static width must be 2 to 8: `{text}`")
+            return cls(kind, bits=int(argument))
+        if kind in ("static", "replay") and argument:
+            return cls(kind, path=Path(argument))
+        raise ConfigError(
+            f"unknown precision policy: `{text}`",
+            "use adaptive, static:<bits>, static:<file>, replay:<trace> or dense",
+        )
+
+    def __str__(self) -> str:
+        argument = self.bits if self.bits is not None else self.path
+        return self.kind if argument is None else f"{self.kind}:{argument}"
+
+
+@dataclass(frozen=True)
+class PlannerConfig:
+    """The planner's and the pressure policy's dials (DESIGN 5 and 7)."""
+
+    planner: str = "hull"  # "hull" | "greedy" (the paper's)
+    metric: str = "output_gradient"  # "output_gradient" | "hessian"
+    residual: str = "learned"  # "learned" | "exact" | "off"
+    routing_window: int = 4096  # tokens after which a count has decayed to 1/e
+    routing_prior: int = 256  # tokens' worth of offline trace that online counts are shrunk toward
+    hot_mass: float = 2.0  # mass relative to uniform from which an expert is hot
+    cold_mass: float = 0.5  # ... below which it is cold
+    hot_multiplier: float = 2.0
+    warm_multiplier: float = 1.0
+    cold_multiplier: float = 0.5
+    hot_expert_floor: int | None = None  # bits; None = min_bits + 1
+    layer_floor: float = 0.0  # least mean bits of a layer; 0 = min_bits
+    residual_clamp: float = 1.0  # |log eta| at most
+    low_watermark: float = 0.05  # fraction of arena pages free below which planes are given up
+    high_watermark: float = 0.20  # ... above which planes come back
+    dwell_steps: int = 16  # least steps between a reduction and the next reload
+    transfer_budget_bytes: int = 1 << 28  # bytes reloaded per second at most
+    forecast_steps: int = 32  # steps of decoding whose KV pages count as needed
+
+    def __post_init__(self) -> None:
+        if self.planner not in ("hull", "greedy"):
+            raise ConfigError(f"planner must be hull or greedy: `{self.planner}`")
+        if self.metric not in ("output_gradient", "hessian"):
+            raise ConfigError(f"metric must be output_gradient or hessian: `{self.metric}`")
+        if self.residual not in ("learned", "exact", "off"):
+            raise ConfigError(f"residual must be learned, exact or off: `{self.residual}`")
+        if not 0 <= self.low_watermark < self.high_watermark <= 1:
+            raise ConfigError(
+                "watermarks must satisfy 0 <= low < high <= 1: "
+                f"low {self.low_watermark}, high {self.high_watermark}"
+            )
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """What `pw serve`, `pw generate` and `pw eval` need to run a model."""
+
+    memory_budget: int | None = None  # bytes for weights + KV + workspace; exclusive with the next
+    gpu_memory_utilization: float = 0.9  # fraction of device (or host, on a CPU) memory
+    policy: PrecisionPolicy = field(default_factory=lambda: PrecisionPolicy("adaptive"))
+    device: str = "auto"  # "auto" | "cpu" | "cuda"
+    dtype: str = "auto"  # "auto": the model's own on a GPU, float32 on a CPU
+    kv_cache_dtype: str = "auto"  # "auto": as dtype
+    page_bytes: int | None = None  # None: chosen for least padding
+    max_model_len: int | None = None  # tokens; None: what the model states
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 512  # tokens in one step
+    max_num_queued_reqs: int = 256
+    min_bits: int | None = None  # None: the artifact's
+    max_bits: int | None = None
+    offload_cpu_memory: int | None = None  # bytes of host plane store; None: all planes
+    seed: int = 0
+    trace: Path | None = None  # JSONL of every transition
+    trace_requests: bool = False  # put token ids of requests into the trace too
+    checkpoint: Path | None = None  # source of dense experts (policy dense); None: the manifest's
+    load_format: str = "auto"
+    planner: PlannerConfig = field(default_factory=PlannerConfig)
+
+    def __post_init__(self) -> None:
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise ConfigError(
+                f"gpu_memory_utilization must be in (0, 1]: {self.gpu_memory_utilization}"
+            )
+        if self.max_num_seqs < 1 or self.max_num_batched_tokens < 1:
+            raise ConfigError(
+                "max_num_seqs and max_num_batched_tokens must be at least 1: "
+                f"{self.max_num_seqs}, {self.max_num_batched_tokens}"
+            )
