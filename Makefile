@@ -1,0 +1,51 @@
+# Every target below works in a fresh clone: the first one makes the virtual environment.
+#   PYTHON=python3.12 make test     another interpreter (3.11 or newer)
+#   VENV=/tmp/venv make test        another place for the virtual environment
+
+VENV   ?= .venv
+PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help install check test test-gpu bench demo sizes clean
+
+help:  ## List the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
+
+install: $(STAMP)  ## Make the virtual environment and install into it
+
+$(STAMP): pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "error: no Python 3.11 or newer found" >&2; \
+		echo "hint: name one: make PYTHON=/path/to/python3.11" >&2; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+check: $(STAMP)  ## Lint, format, types, import directions
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -q tests/repo
+
+test: $(STAMP)  ## All tests that need no GPU
+	$(BIN)/python -m pytest -q
+
+test-gpu: $(STAMP)  ## The tests that need a GPU
+	$(BIN)/python -m pytest -q -m gpu
+
+bench: $(STAMP)  ## Speed: calibration, planner, tokens/s beside transformers
+	$(BIN)/pw bench tiny
+
+demo: $(STAMP)  ## The main job: calibrate, serve under a tight budget, watch the pages move
+	$(BIN)/python -m pw.evaluation.demo
+
+sizes: $(STAMP)  ## Lines per file, largest first, with the median
+	@git ls-files '*.py' | xargs wc -l | grep -v ' total$$' | sort -rn | awk \
+		'{n[NR] = $$1; sum += $$1; if (NR <= 25) print} \
+		END {printf "%d files, %d lines, median %d\n", NR, sum, n[int((NR + 1) / 2)]}'
+
+clean:  ## Remove caches and build output (not the virtual environment, not artifacts)
+	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find pw kernels pipelines tests -name __pycache__ -type d -prune -exec rm -rf {} +
