@@ -1,0 +1,76 @@
+"""One device allocation cut into equal pages, and the choice of the page size."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+MIN_PAGE_BYTES = 4096
+MAX_PAGE_BYTES = 1 << 21
+_TOLERATED_PADDING = 0.02  # of the bytes stored: larger pages are cheaper to keep books on
+
+
+class Arena:
+    """The pages themselves.
+
+    Attributes:
+        pages: [P, page_bytes] uint8, the only allocation that planes, LUTs and KV live in.
+    """
+
+    def __init__(self, num_pages: int, page_bytes: int, device: torch.device) -> None:
+        if page_bytes < MIN_PAGE_BYTES or page_bytes & (page_bytes - 1):
+            raise ValueError(
+                f"page_bytes must be a power of two from {MIN_PAGE_BYTES}: {page_bytes}"
+            )
+        self.page_bytes = page_bytes
+        self.pages = torch.zeros(num_pages, page_bytes, dtype=torch.uint8, device=device)
+
+    @property
+    def num_pages(self) -> int:
+        """P."""
+        return self.pages.shape[0]
+
+    def as_dtype(self, dtype: torch.dtype) -> Tensor:
+        """The arena seen as [P, page_bytes / itemsize] of another dtype; the same memory."""
+        return self.pages.view(dtype)
+
+    def write(self, page_ids: list[int], data: Tensor) -> None:
+        """Fill pages, whole, in order on the current stream.
+
+        Args:
+            page_ids: Pages to fill.
+            data: [len(page_ids), page_bytes] uint8, on the host or the device.
+        """
+        index = torch.tensor(page_ids, dtype=torch.int64, device=self.pages.device)
+        self.pages.index_copy_(0, index, data.to(self.pages.device, non_blocking=True))
+
+
+def pages_for(num_bytes: int, page_bytes: int) -> int:
+    """Whole pages that hold `num_bytes`."""
+    return -(-num_bytes // page_bytes)
+
+
+def choose_page_bytes(regions: Iterable[tuple[int, int]], kv_token_bytes: Iterable[int]) -> int:
+    """The largest page size whose padding is within 2 % of the stored bytes of the least.
+
+    Args:
+        regions: (bytes, how many) of the regions that fill whole pages: planes and LUTs.
+        kv_token_bytes: Bytes that one token needs in each layer; a page holds at least one token.
+    """
+    regions = list(regions)
+    kv = [size for size in kv_token_bytes if size > 0]
+    stored = sum(size * count for size, count in regions) or 1
+    candidates = []
+    page = MIN_PAGE_BYTES
+    while page <= MAX_PAGE_BYTES:
+        if all(size <= page for size in kv):
+            padding = sum((pages_for(s, page) * page - s) * count for s, count in regions) / stored
+            padding += max((1 - (page // size) * size / page for size in kv), default=0.0)
+            candidates.append((page, padding))
+        page *= 2
+    if not candidates:
+        raise ValueError(f"one token of one layer needs more than {MAX_PAGE_BYTES} bytes")
+    least = min(padding for _, padding in candidates)
+    return max(page for page, padding in candidates if padding <= least + _TOLERATED_PADDING)

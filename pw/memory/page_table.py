@@ -1,0 +1,300 @@
+"""Desired and committed bits of every block, and the pages that hold its planes and LUTs.
+
+The only writer of committed bits. It keeps the books; bytes are copied by the mover (raises) or
+by the arena in the order of the current stream (the LUT of a reduction). All changes happen at
+the safe point, between two forward steps:
+
+    reduce        committed bits fall, then the pages of the unread planes are free at once
+    begin_raise   pages are taken, state = transfer, the old width is still served
+    commit_raise  after the copy's event: committed bits rise, the old LUT's pages are free
+    cancel_raise  after the copy's event: the pages taken are free again
+
+The tensors that kernels read (`pages_of`) keep their addresses for life.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from pw.blocks import MODULES, ExpertGeometry, Module
+from pw.memory.arena import Arena
+from pw.memory.host_store import HostPlaneStore
+from pw.memory.layout import BlockLayout
+from pw.memory.pool import PagePool
+from pw_kernels.pages import WeightPages
+
+
+@dataclass(frozen=True)
+class Raise:
+    """A width on its way up: where the new pages are. Planes first, then the LUT."""
+
+    index: int
+    from_bits: int
+    to_bits: int
+    plane_pages: list[int]
+    lut_pages: list[int]
+
+    @property
+    def pages(self) -> list[int]:
+        """All pages taken, in the order of the copy."""
+        return self.plane_pages + self.lut_pages
+
+
+class _ModuleTable:
+    """The tensors of one module: host side and device side (the same memory on a CPU)."""
+
+    def __init__(self, geometry: ExpertGeometry, layout: BlockLayout, device: torch.device) -> None:
+        lead = (len(geometry.layers), geometry.experts)
+        self.layout = layout
+        self.bits = torch.zeros(lead, dtype=torch.int32)
+        self.planes = torch.full(
+            (*lead, layout.max_bits, layout.plane_pages), -1, dtype=torch.int32
+        )
+        self.luts = torch.full((*lead, layout.max_lut_pages), -1, dtype=torch.int32)
+        self.offsets = torch.zeros(lead, dtype=torch.int32)
+        host = (self.bits, self.planes, self.luts, self.offsets)
+        self.host = host
+        self.device = host if device.type == "cpu" else tuple(t.to(device) for t in host)
+
+    def publish(self) -> None:
+        """Send the host side to the device, in the order of the current stream."""
+        if self.device is not self.host:
+            for target, source in zip(self.device, self.host, strict=True):
+                target.copy_(source, non_blocking=True)
+
+    @property
+    def bytes(self) -> int:
+        return sum(t.numel() * t.element_size() for t in self.host)
+
+
+class WeightPageTable:
+    """Committed bits and pages of all blocks. Block index = `ExpertGeometry.index`."""
+
+    def __init__(
+        self,
+        geometry: ExpertGeometry,
+        layouts: tuple[BlockLayout, BlockLayout],
+        arena: Arena,
+        pool: PagePool,
+        store: HostPlaneStore,
+    ) -> None:
+        self.geometry = geometry
+        self.layouts = layouts
+        self.min_bits, self.max_bits = layouts[0].min_bits, layouts[0].max_bits
+        self._arena, self._pool, self._store = arena, pool, store
+        device = arena.pages.device
+        self._tables = tuple(_ModuleTable(geometry, layout, device) for layout in layouts)
+        self.committed = np.zeros(geometry.blocks, dtype=np.int64)
+        self.desired = np.zeros(geometry.blocks, dtype=np.int64)
+        self.in_transfer: dict[int, Raise] = {}
+        self._cancelled: set[int] = set()
+        self._plane_pages: list[list[list[int]]] = [[] for _ in range(geometry.blocks)]
+        self._base_pages: list[list[int]] = [[] for _ in range(geometry.blocks)]
+        self._lut_pages: list[list[int]] = [[] for _ in range(geometry.blocks)]
+        widths = range(self.min_bits, self.max_bits + 1)
+        self._cost_pages = np.array([[lay.resident_pages(b) for b in widths] for lay in layouts])
+        self._lut_cost = np.array([[lay.resident_lut_pages(b) for b in widths] for lay in layouts])
+        self._useful = np.array([[lay.useful_bytes(b) for b in widths] for lay in layouts])
+        weights = [geometry.shape(module).weights for module in MODULES]
+        self._weights = np.tile(np.array(weights, dtype=np.float64), geometry.blocks // 2)
+
+    # -- reading ---------------------------------------------------------------------------
+
+    def pages_of(self, slot: int, module: Module) -> WeightPages:
+        """What a kernel reads for the blocks of one MoE layer; addresses never change."""
+        table = self._tables[MODULES.index(module)]
+        bits, planes, luts, offsets = (tensor[slot] for tensor in table.device)
+        shape = table.layout.shape
+        return WeightPages(shape.rows, shape.cols, bits, planes, luts, offsets)
+
+    def cost_bytes(self) -> NDArray[np.int64]:
+        """Bytes in whole pages of each block at each width: [n, W]."""
+        per_module: NDArray[np.int64] = self._cost_pages * self._arena.page_bytes
+        return np.tile(per_module, (self.geometry.blocks // len(MODULES), 1))
+
+    def resident_pages(self) -> int:
+        """Pages that hold planes and LUTs, those on their way up included."""
+        settled = int(self._pick(self._cost_pages).sum())
+        return settled + sum(len(move.pages) for move in self.in_transfer.values())
+
+    def lut_pages(self) -> int:
+        """Pages that hold LUTs."""
+        moving = sum(len(move.lut_pages) for move in self.in_transfer.values())
+        return int(self._pick(self._lut_cost).sum()) + moving
+
+    def useful_bytes(self) -> int:
+        """Bytes of planes and LUTs without padding to whole pages, settled blocks."""
+        return int(self._pick(self._useful).sum())
+
+    def mean_bits(self) -> float:
+        """Mean committed bits of a routed weight."""
+        return float((self.committed * self._weights).sum() / self._weights.sum())
+
+    def layer_bits(self) -> NDArray[np.float64]:
+        """Mean committed bits of a routed weight in each MoE layer: [L]."""
+        shape = (len(self.geometry.layers), -1)
+        weights = self._weights.reshape(shape)
+        bits: NDArray[np.float64] = (self.committed.reshape(shape) * weights).sum(1)
+        return bits / weights.sum(1)
+
+    @property
+    def table_bytes(self) -> int:
+        """Device bytes of the page table itself."""
+        return sum(table.bytes for table in self._tables)
+
+    def _pick(self, per_width: NDArray[np.int64]) -> NDArray[np.int64]:
+        modules = np.arange(self.geometry.blocks) % len(MODULES)
+        picked: NDArray[np.int64] = per_width[modules, self.committed - self.min_bits]
+        return picked
+
+    # -- changing, at the safe point only ---------------------------------------------------
+
+    def load(self, bits: NDArray[np.int64]) -> None:
+        """Bring every block in at its first width. Called once, before the first step."""
+        for index, width in enumerate(bits):
+            width = int(width)
+            layout = self.layouts[index % 2]
+            pool = self._pool
+            planes = pool.take(width * layout.plane_pages, index)
+            base = pool.take(layout.base_pages, index)
+            wide = pool.take(layout.lut_pages(width), index)
+            self._arena.write(planes, self._store.planes(index, 0, width))
+            self._arena.write(base, self._store.base_luts(index))
+            if wide:
+                self._arena.write(wide, self._store.lut(index, width))
+            self._base_pages[index], self._lut_pages[index] = base, wide
+            self._append_planes(index, planes)
+            self.committed[index] = self.desired[index] = width
+            self._write_entry(index)
+        self.publish()
+
+    def reduce(self, index: int, to_bits: int) -> int:
+        """Lower the committed bits of a settled block and free the pages it no longer needs.
+
+        Returns:
+            Pages freed.
+        """
+        from_bits, layout = int(self.committed[index]), self.layouts[index % 2]
+        if index in self.in_transfer:
+            raise AssertionError(f"block {index} is in transfer")
+        if not self.min_bits <= to_bits < from_bits:
+            raise AssertionError(f"block {index}: cannot reduce {from_bits} to {to_bits}")
+        region = self._lut_pages[index]
+        keep = layout.lut_pages(to_bits)
+        if keep:
+            # The narrower LUT overwrites the wider one in stream order: no reader in between.
+            self._arena.write(region[:keep], self._store.lut(index, to_bits))
+        freed = region[keep:]
+        self._lut_pages[index] = region[:keep]
+        for pages in self._plane_pages[index][to_bits:]:
+            freed = freed + pages
+        del self._plane_pages[index][to_bits:]
+        self.committed[index] = self.desired[index] = to_bits
+        self._write_entry(index)
+        self._pool.give_back(freed, index)
+        return len(freed)
+
+    def begin_raise(self, index: int, to_bits: int) -> Raise:
+        """Take the pages that a higher width needs; the old width is served until the commit."""
+        from_bits, layout = int(self.committed[index]), self.layouts[index % 2]
+        if index in self.in_transfer:
+            raise AssertionError(f"block {index} is in transfer")
+        if not from_bits < to_bits <= self.max_bits:
+            raise AssertionError(f"block {index}: cannot raise {from_bits} to {to_bits}")
+        pages = self._pool.take(self.raise_pages(index, to_bits), index)
+        split = (to_bits - from_bits) * layout.plane_pages
+        move = Raise(index, from_bits, to_bits, pages[:split], pages[split:])
+        self.in_transfer[index] = move
+        self.desired[index] = to_bits
+        return move
+
+    def raise_pages(self, index: int, to_bits: int) -> int:
+        """Pages that a raise takes while it is under way (the old LUT stays until the commit)."""
+        layout = self.layouts[index % 2]
+        planes = (to_bits - int(self.committed[index])) * layout.plane_pages
+        return planes + layout.lut_pages(to_bits)
+
+    def commit_raise(self, index: int) -> int:
+        """Serve the higher width, or give its pages back if the raise was cancelled.
+
+        Returns:
+            Committed bits of the block now.
+        """
+        move = self.in_transfer.pop(index)
+        if index in self._cancelled:
+            self._cancelled.discard(index)
+            self._pool.give_back(move.pages, index)
+            self.desired[index] = self.committed[index]
+            return int(self.committed[index])
+        old = self._lut_pages[index]
+        self._append_planes(index, move.plane_pages)
+        self._lut_pages[index] = move.lut_pages
+        self.committed[index] = move.to_bits
+        self._write_entry(index)
+        self._pool.give_back(old, index)
+        return move.to_bits
+
+    def cancel_raise(self, index: int) -> None:
+        """Have the pages of a raise given back, at its `commit_raise`, instead of served."""
+        if index in self.in_transfer:
+            self._cancelled.add(index)
+            self.desired[index] = self.committed[index]
+
+    def publish(self) -> None:
+        """Send changed entries to the device in stream order."""
+        for table in self._tables:
+            table.publish()
+
+    def _append_planes(self, index: int, pages: list[int]) -> None:
+        size = self.layouts[index % 2].plane_pages
+        self._plane_pages[index] += [pages[i : i + size] for i in range(0, len(pages), size)]
+
+    def _write_entry(self, index: int) -> None:
+        slot, expert = divmod(index // 2, self.geometry.experts)
+        table, bits = self._tables[index % 2], int(self.committed[index])
+        region = self._lut_pages[index] or self._base_pages[index]
+        planes = self._plane_pages[index]
+        table.bits[slot, expert] = bits
+        table.planes[slot, expert, : len(planes)] = torch.tensor(planes, dtype=torch.int32)
+        table.planes[slot, expert, len(planes) :] = -1
+        table.luts[slot, expert, : len(region)] = torch.tensor(region, dtype=torch.int32)
+        table.luts[slot, expert, len(region) :] = -1
+        table.offsets[slot, expert] = table.layout.lut_offset(bits)
+
+    # -- checking ---------------------------------------------------------------------------
+
+    def check_integrity(self) -> None:
+        """Committed bits never exceed resident planes; each block owns exactly its pages.
+
+        Raises:
+            AssertionError: An invariant of DESIGN section 6 does not hold.
+        """
+        owned = 0
+        for index in range(self.geometry.blocks):
+            layout, bits = self.layouts[index % 2], int(self.committed[index])
+            planes = self._plane_pages[index]
+            if len(planes) != bits or any(len(p) != layout.plane_pages for p in planes):
+                raise AssertionError(f"{self.geometry.key(index)}: {len(planes)} planes, {bits}")
+            if len(self._lut_pages[index]) != layout.lut_pages(bits):
+                raise AssertionError(f"{self.geometry.key(index)}: wrong LUT for width {bits}")
+            pages = [page for plane in planes for page in plane]
+            pages += self._base_pages[index] + self._lut_pages[index]
+            if index in self.in_transfer:
+                pages += self.in_transfer[index].pages
+            if not (self._pool.owner[pages] == index).all() or len(set(pages)) != len(pages):
+                raise AssertionError(f"{self.geometry.key(index)}: pages of another owner")
+            owned += len(pages)
+            slot, expert = divmod(index // 2, self.geometry.experts)
+            if int(self._tables[index % 2].bits[slot, expert]) != bits:
+                raise AssertionError(f"{self.geometry.key(index)}: table and books disagree")
+        if owned != self.resident_pages():
+            raise AssertionError(f"{owned} pages owned by blocks, {self.resident_pages()} counted")
+        mine = (self._pool.owner >= 0) & (self._pool.owner < self.geometry.blocks)
+        if int(mine.sum()) != owned:
+            raise AssertionError(
+                f"{int(mine.sum())} weight pages in the pool, {owned} in the table"
+            )
