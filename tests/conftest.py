@@ -1,0 +1,16 @@
+"""Settings that must hold before any import: Triton interprets, torch keeps to two threads."""
+
+import os
+
+os.environ["TRITON_INTERPRET"] = "1"  # read once, at the first import of triton by anyone
+
+import pytest
+import torch
+
+torch.set_num_threads(2)
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    """Give every test the same random numbers, whatever ran before it."""
+    torch.manual_seed(0)
