@@ -1,0 +1,1 @@
+"""Offline stages: codebook fit, quantize, sensitivity, routing trace, residual fit."""
