@@ -1,0 +1,179 @@
+"""A Hugging Face checkpoint, or the dense part of an artifact: what it holds, read piece by piece.
+
+Opening reads config and headers only. Expert weights come in one orientation whatever the layout
+on disk: [N rows = outputs, K columns = inputs], gate rows before up rows.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from pw.blocks import BlockKey, ExpertGeometry, Module
+from pw.errors import ModelError
+from pw.models.architecture import Architecture
+from pw.models.experts import gate_first
+from pw.models.geometry import KvGeometry
+from pw.models.keymap import KeyMap, map_keys
+from pw.models.shards import DTYPES, ShardIndex, some
+
+_FLOATS = ("F32", "F16", "BF16")
+
+
+class Checkpoint:
+    """An opened checkpoint. Make it with `Checkpoint.open`."""
+
+    def __init__(self, path: Path, shards: ShardIndex, architecture: Architecture) -> None:
+        self.path = path
+        self.shards = shards
+        self.architecture = architecture
+        self.keymap: KeyMap = map_keys(architecture, shards.keys())
+        self._modules = {
+            layer: architecture.meta.get_submodule(name)
+            for name, layer in architecture.experts.items()
+        }
+
+    @classmethod
+    def open(cls, path: Path) -> Checkpoint:
+        """Open a checkpoint folder, or an artifact folder (dense tensors only).
+
+        Raises:
+            ModelError: Missing, truncated or renamed shards; tensors of the model that no shard
+                holds; experts missing or of another shape; a model that is not supported. All
+                found without reading a tensor.
+        """
+        shards = ShardIndex.open(path)
+        checkpoint = cls(path, shards, Architecture.load(path))
+        checkpoint._audit_dense()
+        if checkpoint.has_experts:
+            checkpoint._audit_experts()
+        return checkpoint
+
+    @property
+    def geometry(self) -> ExpertGeometry:
+        """Layers, counts and shapes of the routed experts."""
+        return self.architecture.geometry
+
+    @property
+    def kv(self) -> KvGeometry:
+        """Keys and values of each attention layer."""
+        return self.architecture.probe.kv
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether routed experts are stored here; False for an artifact folder."""
+        return bool(self.keymap.fused or self.keymap.single)
+
+    @property
+    def weight_dtype(self) -> torch.dtype:
+        """Dtype of the routed experts (of the largest dense tensor where there are none)."""
+        if self.has_experts:
+            return DTYPES[self.shards.entry(self._pieces(next(self.geometry.keys()))[0]).dtype]
+        entries = [self.shards.entry(name) for name in self.keymap.dense]
+        largest = max(entries, key=lambda entry: entry.stop - entry.start)
+        return DTYPES[largest.dtype]
+
+    def dense_keys(self) -> list[str]:
+        """Names on disk of all tensors of the text model that are not routed expert weights."""
+        return sorted(self.keymap.dense)
+
+    def read(self, name: str) -> Tensor:
+        """A tensor by its name on disk, in its own dtype."""
+        return self.shards.read(name)
+
+    def expert_weight(self, key: BlockKey) -> Tensor:
+        """Weight [N, K] of a block in the checkpoint's dtype."""
+        fused = self.keymap.fused.get((key.layer, key.module))
+        if fused is None:
+            pieces = [self.shards.read(name) for name in self._pieces(key)]
+            return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+        module = self._modules[key.layer]
+        weight = self.shards.read(fused, key.expert)
+        if module.is_transposed:
+            weight = weight.T
+        return (gate_first(weight, module) if key.module == "gate_up" else weight).contiguous()
+
+    def expert_bias(self, key: BlockKey) -> Tensor | None:
+        """Bias [N] of a block, rows as in `expert_weight`; None where the model has none."""
+        name = self.keymap.biases.get((key.layer, key.module))
+        if name is None:
+            return None
+        bias = self.shards.read(name, key.expert)
+        return gate_first(bias, self._modules[key.layer]) if key.module == "gate_up" else bias
+
+    def fingerprint(self) -> dict[str, str]:
+        """Hex sha256 of the config and of every weight file, by file name."""
+        digests = {}
+        for file in (self.path / "config.json", *self.shards.files):
+            with file.open("rb") as stream:
+                digests[file.name] = hashlib.file_digest(stream, "sha256").hexdigest()
+        return digests
+
+    def _pieces(self, key: BlockKey) -> list[str]:
+        """Names on disk that make up a block, in row order."""
+        fused = self.keymap.fused.get((key.layer, key.module))
+        if fused is not None:
+            return [fused]
+        pieces = self.keymap.single.get((key.layer, key.expert, key.module), {})
+        return [pieces[rank] for rank in sorted(pieces)]
+
+    def _audit_dense(self) -> None:
+        """Every tensor of the model but the experts is on disk with the model's shape."""
+        model = self.architecture.meta
+        tied = set(getattr(model, "_tied_weights_keys", None) or ())
+        state = model.state_dict()
+        weights = {f"{path}.{leaf}" for path in self.architecture.experts for leaf in _BLOCK_LEAVES}
+        held = set(self.keymap.dense.values())
+        missing = set(state) - held - weights - tied
+        if missing:
+            raise ModelError(
+                f"checkpoint lacks {len(missing)} tensors of the model: {some(missing)}",
+                "fetch the checkpoint again: it is incomplete",
+            )
+        for name, target in self.keymap.dense.items():
+            shape = self.shards.entry(name).shape
+            if shape != tuple(state[target].shape):
+                raise ModelError(
+                    f"shape of `{name}` is {list(shape)}, expected {list(state[target].shape)}"
+                )
+
+    def _audit_experts(self) -> None:
+        """All expert blocks are on disk, once, in a float dtype and with the model's shape."""
+        missing = [str(key) for key in self.geometry.keys() if not self._complete(key)]
+        if missing:
+            expected = self.geometry.blocks
+            raise ModelError(
+                f"expected {expected} expert blocks, found {expected - len(missing)}: "
+                f"missing {some(missing)}",
+                "fetch the checkpoint again: it is incomplete",
+            )
+
+    def _complete(self, key: BlockKey) -> bool:
+        """Whether the pieces of a block are there; refuses a wrong shape or dtype."""
+        names = self._pieces(key)
+        shape = self.geometry.shape(key.module)
+        fused = (key.layer, key.module) in self.keymap.fused
+        if len(names) != (2 if key.module == "gate_up" and not fused else 1):
+            return False
+        entries = [self.shards.entry(name) for name in names]
+        if fused:
+            wanted = tuple(getattr(self._modules[key.layer], _LEAF[key.module]).shape)
+            fits = entries[0].shape == wanted
+        else:
+            rows = shape.rows // len(entries)
+            wanted = (rows, shape.cols)
+            fits = all(entry.shape == wanted for entry in entries)
+        for name, entry in zip(names, entries, strict=True):
+            if not fits or entry.dtype not in _FLOATS:
+                raise ModelError(
+                    f"expert tensor `{name}` is {entry.dtype} {list(entry.shape)}, "
+                    f"expected {list(wanted)} in F32, F16 or BF16"
+                )
+        return True
+
+
+_LEAF: dict[Module, str] = {"gate_up": "gate_up_proj", "down": "down_proj"}
+_BLOCK_LEAVES = tuple(_LEAF.values())

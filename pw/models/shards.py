@@ -1,0 +1,234 @@
+"""The safetensors files of a checkpoint: headers checked at once, tensors read one at a time.
+
+Knows file names, byte ranges and dtypes; knows no model. Reads are positioned reads into fresh
+memory: a mapping would count whole shards as resident while experts stream by.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import struct
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from pw.errors import ModelError
+
+INDEX = "model.safetensors.index.json"
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+_MAX_HEADER = 100_000_000  # bytes; the limit of the safetensors format
+_INCOMPLETE = "fetch the checkpoint again: it is incomplete"
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """Where one tensor lies."""
+
+    file: Path
+    dtype: str  # as in the header, e.g. "BF16"
+    shape: tuple[int, ...]
+    start: int  # byte offset in the file
+    stop: int
+
+
+def some(names: Iterable[str], count: int = 3) -> str:
+    """The first few names in backticks and how many more there are."""
+    listed = sorted(names)
+    more = f" and {len(listed) - count} more" if len(listed) > count else ""
+    return ", ".join(f"`{name}`" for name in listed[:count]) + more
+
+
+def read_header(file: Path) -> dict[str, TensorEntry]:
+    """Entries of one safetensors file, checked against its size.
+
+    Raises:
+        ModelError: The file is not safetensors, or is shorter than its header promises.
+    """
+    size = file.stat().st_size
+    try:
+        with file.open("rb") as stream:
+            (length,) = struct.unpack("<Q", stream.read(8))
+            if length > min(_MAX_HEADER, size):
+                raise ValueError(f"header of {length} bytes")
+            header = json.loads(stream.read(length))
+        header.pop("__metadata__", None)
+        entries = {
+            name: TensorEntry(
+                file,
+                str(item["dtype"]),
+                tuple(int(n) for n in item["shape"]),
+                8 + length + int(item["data_offsets"][0]),
+                8 + length + int(item["data_offsets"][1]),
+            )
+            for name, item in header.items()
+        }
+    except (struct.error, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelError(
+            f"not a readable safetensors file: `{file.name}` ({error})", _INCOMPLETE
+        ) from error
+    cut = [name for name, entry in entries.items() if entry.stop > size]
+    if cut:
+        promised = max(entries[name].stop for name in cut)
+        raise ModelError(
+            f"shard is truncated: `{file.name}` has {size} of {promised} bytes, "
+            f"which cuts off {some(cut)}",
+            _INCOMPLETE,
+        )
+    for name, entry in entries.items():
+        _check_entry(name, entry)
+    return entries
+
+
+def _check_entry(name: str, entry: TensorEntry) -> None:
+    """Refuse a header whose byte range contradicts dtype and shape."""
+    dtype = DTYPES.get(entry.dtype)
+    wanted = entry.stop - entry.start if dtype is None else dtype.itemsize * math.prod(entry.shape)
+    if min((*entry.shape, entry.stop - entry.start), default=0) < 0 or (
+        entry.stop - entry.start != wanted
+    ):
+        raise ModelError(
+            f"header of `{entry.file.name}` contradicts itself at `{name}`: {entry.dtype} "
+            f"{list(entry.shape)} in {entry.stop - entry.start} bytes",
+            _INCOMPLETE,
+        )
+
+
+class ShardIndex:
+    """All tensors of a checkpoint folder by their names on disk."""
+
+    def __init__(self, entries: Mapping[str, TensorEntry]) -> None:
+        self._entries = dict(entries)
+
+    @classmethod
+    def open(cls, path: Path) -> ShardIndex:
+        """Read the headers of all weight files below `path`; no tensor is read.
+
+        Raises:
+            ModelError: No safetensors, a missing or truncated shard, or an index that names
+                tensors its shards do not hold. Names the file and the tensors.
+        """
+        index = path / INDEX
+        if index.is_file():
+            return cls(_indexed(path, index))
+        files = [path / name for name in ("model.safetensors", "dense.safetensors")]
+        files = [file for file in files if file.is_file()][:1] or _numbered(path)
+        entries: dict[str, TensorEntry] = {}
+        for file in files:
+            entries.update(read_header(file))
+        return cls(entries)
+
+    @property
+    def files(self) -> list[Path]:
+        """The weight files, sorted by name."""
+        return sorted({entry.file for entry in self._entries.values()})
+
+    def keys(self) -> list[str]:
+        """Names of all tensors, sorted."""
+        return sorted(self._entries)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._entries
+
+    def entry(self, name: str) -> TensorEntry:
+        """Where a tensor lies."""
+        return self._entries[name]
+
+    def read(self, name: str, index: int | None = None) -> Tensor:
+        """A tensor in its own dtype, or `tensor[index]` along its first axis, read from disk.
+
+        Raises:
+            ModelError: The dtype has no torch type here, or the file shrank since it was opened.
+        """
+        entry = self._entries[name]
+        dtype = DTYPES.get(entry.dtype)
+        if dtype is None:
+            raise ModelError(f"dtype of `{name}` is not supported: {entry.dtype}")
+        start, size, shape = entry.start, entry.stop - entry.start, entry.shape
+        if index is not None:
+            size //= shape[0]
+            start += index * size
+            shape = shape[1:]
+        buffer = torch.empty(size, dtype=torch.uint8)
+        _read_into(entry.file, start, memoryview(buffer.numpy()), name)
+        return buffer.view(dtype).view(shape)
+
+
+def _read_into(file: Path, start: int, out: memoryview, name: str) -> None:
+    """Fill `out` from byte `start` of the file."""
+    descriptor = os.open(file, os.O_RDONLY)
+    try:
+        done = 0
+        while done < len(out):
+            count = os.preadv(descriptor, [out[done:]], start + done)
+            if count == 0:
+                raise ModelError(f"`{file.name}` ended inside `{name}`", _INCOMPLETE)
+            done += count
+    finally:
+        os.close(descriptor)
+
+
+def _indexed(path: Path, index: Path) -> dict[str, TensorEntry]:
+    """Entries of the shards that an index file names, all present."""
+    try:
+        weight_map = {
+            str(k): str(v) for k, v in json.loads(index.read_bytes())["weight_map"].items()
+        }
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelError(f"not a readable shard index: `{index.name}` ({error})") from error
+    by_file: dict[str, list[str]] = {}
+    for name, file in weight_map.items():
+        if Path(file).name != file:
+            raise ModelError(f"shard index names a file outside its folder: `{file}`")
+        by_file.setdefault(file, []).append(name)
+    for file, names in sorted(by_file.items()):
+        if not (path / file).is_file():
+            raise ModelError(
+                f"shard is missing: `{file}`, which should hold {some(names)}", _INCOMPLETE
+            )
+    entries: dict[str, TensorEntry] = {}
+    for file, names in sorted(by_file.items()):
+        header = read_header(path / file)
+        absent = [name for name in names if name not in header]
+        if absent:
+            raise ModelError(f"shard `{file}` does not hold {some(absent)}", _INCOMPLETE)
+        entries.update(header)
+    return entries
+
+
+def _numbered(path: Path) -> list[Path]:
+    """Shards without an index: `name-00001-of-00004.safetensors`, none missing."""
+    files = sorted(path.glob("*.safetensors"))
+    if not files:
+        other = [
+            file.name for file in (*path.glob("*.bin"), *path.glob("*.pt"), *path.glob("*.gguf"))
+        ]
+        found = f"; found {some(other)}" if other else ""
+        raise ModelError(
+            f"no safetensors weights in `{path}`{found}",
+            "convert the checkpoint with `save_pretrained`: no other format is read",
+        )
+    for file in files:
+        match = re.fullmatch(r"(.+-)(\d+)-of-(\d+)\.safetensors", file.name)
+        for number in range(1, int(match[3]) + 1 if match else 1):
+            assert match is not None
+            wanted = f"{match[1]}{number:0{len(match[2])}d}-of-{match[3]}.safetensors"
+            if not (path / wanted).is_file():
+                raise ModelError(f"shard is missing: `{wanted}`", _INCOMPLETE)
+    return files

@@ -1,0 +1,196 @@
+"""The model without its routed experts: real dense weights, experts left on `meta`.
+
+Experts and attention come from outside: `bind_experts` and the `pw_context` of each call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+from pw.blocks import ExpertGeometry
+from pw.errors import ModelError
+from pw.models.attention import NAME as ATTENTION
+from pw.models.attention import AttentionContext, bind_attention
+from pw.models.checkpoint import Checkpoint
+from pw.models.experts import NAME as EXPERTS
+from pw.models.experts import (
+    Activation,
+    ExpertsFunction,
+    activation_of,
+    bind_experts,
+    expert_modules,
+    gate_first,
+)
+from pw.models.geometry import KvGeometry
+from pw.models.shards import some
+
+
+@dataclass(frozen=True)
+class Skeleton:
+    """A loaded model that needs experts and an attention context to run."""
+
+    model: Any  # transformers' PreTrainedModel
+    geometry: ExpertGeometry
+    kv: KvGeometry
+    dtype: torch.dtype
+    device: torch.device
+    dense_bytes: int  # of all loaded tensors, each once
+    activation: Activation  # of the routed experts, the same in every layer
+    # per slot: gate_up [E, 2I] with gate first, down [E, H]; None where the model has no biases
+    biases: tuple[tuple[Tensor, Tensor], ...] | None
+    vocab_size: int
+    hidden_size: int
+    max_model_len: int  # tokens that the model states as its limit
+
+    def bind_experts(self, function: ExpertsFunction) -> None:
+        """Let every MoE layer call `function(slot, module, x, ids, weights)`."""
+        bind_experts(self.model, function)
+
+    def forward(
+        self,
+        input_ids: Tensor,  # [T] int64
+        positions: Tensor,  # [T] int64, each within its own sequence
+        context: AttentionContext,
+        keep: Tensor,  # [n] int64, indices of the tokens whose logits are wanted
+    ) -> Tensor:
+        """Logits [n, vocab] of a packed batch of chunks of several sequences."""
+        output = self.model(
+            input_ids=input_ids.unsqueeze(0),
+            position_ids=positions.unsqueeze(0),
+            use_cache=False,
+            logits_to_keep=keep,
+            pw_context=context,
+        )
+        logits: Tensor = output.logits[0]
+        return logits
+
+
+def load_skeleton(
+    checkpoint: Checkpoint,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+) -> Skeleton:
+    """Load everything but the routed experts, cast to `dtype`.
+
+    Raises:
+        ModelError: A tensor of the model is neither on disk nor tied to one that is.
+    """
+    device = torch.device(device)
+    model = build(checkpoint, dtype, attention=ATTENTION, experts=EXPERTS)
+    load_dense_tensors(model, checkpoint, dtype, device)
+    bind_attention(model, checkpoint.architecture.probe.bindings)
+    modules = [module for _, module in expert_modules(model)]
+    biases = tuple(_biases(module) for module in modules) if modules[0].has_bias else None
+    config = checkpoint.architecture.config
+    return Skeleton(
+        model=model,
+        geometry=checkpoint.geometry,
+        kv=checkpoint.kv,
+        dtype=dtype,
+        device=device,
+        dense_bytes=_loaded_bytes(model),
+        activation=activation_of(modules[0]),
+        biases=biases,
+        vocab_size=int(config.vocab_size),
+        hidden_size=int(config.hidden_size),
+        max_model_len=int(config.max_position_embeddings),
+    )
+
+
+def build(checkpoint: Checkpoint, dtype: torch.dtype, *, attention: str, experts: str) -> Any:
+    """The module tree: parameters on `meta`, computed buffers (rope frequencies) real."""
+    with _parameters_on_meta():
+        return AutoModelForCausalLM.from_config(
+            checkpoint.architecture.config,
+            dtype=dtype,
+            attn_implementation=attention,
+            experts_implementation=experts,
+            trust_remote_code=False,
+        ).eval()
+
+
+def load_dense_tensors(
+    model: Any, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Fill every parameter and buffer of `model` but the routed expert weights."""
+    wide = _kept_wide(model, dtype)
+    for name, target in checkpoint.keymap.dense.items():
+        parent, _, leaf = target.rpartition(".")
+        module = model.get_submodule(parent)
+        old = module._parameters.get(leaf)
+        is_parameter = old is not None
+        old = old if is_parameter else module._buffers[leaf]
+        keep = any(part in wide for part in target.split("."))
+        tensor = checkpoint.read(name).to(device, torch.float32 if keep else old.dtype)
+        if is_parameter:
+            module._parameters[leaf] = nn.Parameter(tensor, requires_grad=False)
+        else:
+            module._buffers[leaf] = tensor
+    model.tie_weights()
+    for module in model.modules():
+        for leaf, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[leaf] = buffer.to(device)
+    _check_loaded(model)
+
+
+def _check_loaded(model: nn.Module) -> None:
+    """Nothing but expert weights may have stayed on `meta`."""
+    experts = {name for name, _ in expert_modules(model)}
+    left = [
+        name
+        for name, tensor in (*model.named_parameters(), *model.named_buffers())
+        if tensor.is_meta and name.rpartition(".")[0] not in experts
+    ]
+    if left:
+        raise ModelError(f"{len(left)} tensors of the model were not loaded: {some(left)}")
+
+
+def _biases(module: Any) -> tuple[Tensor, Tensor]:
+    """Biases of an experts module, rows as in the blocks."""
+    return gate_first(module.gate_up_proj_bias, module, axis=1), module.down_proj_bias
+
+
+def _kept_wide(model: Any, dtype: torch.dtype) -> set[str]:
+    """Path components whose tensors transformers keeps in fp32 at this dtype."""
+    kept: set[str] = set()
+    if dtype == torch.float16:
+        kept |= set(model._keep_in_fp32_modules or ())
+    if dtype in (torch.float16, torch.bfloat16):
+        kept |= set(model._keep_in_fp32_modules_strict or ())
+    return kept
+
+
+def _loaded_bytes(model: nn.Module) -> int:
+    """Bytes of all tensors that are not on `meta`, shared storage counted once."""
+    storages = {
+        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+        for tensor in (*model.parameters(), *model.buffers())
+        if not tensor.is_meta
+    }
+    return sum(storages.values())
+
+
+@contextlib.contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """New parameters are moved to `meta` when registered; buffers are made for real."""
+    original = nn.Module.register_parameter
+
+    def register(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        original(module, name, parameter)
+        if parameter is not None:
+            meta = nn.Parameter(parameter.data.to("meta"), requires_grad=False)
+            module._parameters[name] = meta
+
+    nn.Module.register_parameter = register  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = original  # type: ignore[method-assign]
