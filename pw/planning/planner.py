@@ -1,0 +1,257 @@
+"""Which blocks give up or regain which planes: pure functions from a state to a `Plan`.
+
+Touches no device, no clock, no randomness: equal states give equal plans.
+
+    plan         down to a memory target with least damage (DESIGN section 7)
+    plan_greedy  down as in the paper's Algorithm 1, for comparison
+    plan_reload  up within a number of bytes, most damage undone first
+    allocate     the best static widths for a number of bytes
+
+`plan` takes hull steps of all blocks by damage per byte (`pw.planning.ladder`): optimal for the
+relaxed problem, in which the last step may be taken in part. The true last step is filled with
+whole planes (`pw.planning.fill`), so that
+
+    plan.bound <= least possible damage <= plan.damage <= plan.bound + damage of one hull step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+
+from pw.errors import BudgetError
+from pw.planning.fill import LayerRoom, fill_budget, fill_target, refund
+from pw.planning.ladder import BoolArray, FloatArray, IntArray, Ladder, Steps
+
+
+class Move(NamedTuple):
+    """One block's change of width, over one or more planes."""
+
+    block: int  # geometry index
+    from_bits: int
+    to_bits: int
+    bytes: int  # released (down) or taken (up), whole pages
+    damage: float  # change of predicted damage: >= 0 down, <= 0 up
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Moves in the order in which to make them: best damage per byte first."""
+
+    moves: tuple[Move, ...]
+    bytes: int  # sum over moves
+    damage: float  # sum over moves
+    satisfied: bool  # down: the target is met; up: every block reaches its ceiling
+    bound: float  # least damage of the relaxed problem (down, satisfied); else `damage`
+
+    def apply(self, bits: IntArray) -> IntArray:
+        """Committed bits [n] after all moves."""
+        after = bits.copy()
+        for move in self.moves:
+            after[move.block] = move.to_bits
+        return after
+
+
+@dataclass(frozen=True)
+class PlannerState:
+    """What the planner sees. Damage that rises with width is noise and is levelled upward.
+
+    Raises:
+        ValueError: Shapes disagree, a width is not offered, costs fall with width, or a number is
+            not finite: bugs of the caller.
+    """
+
+    widths: IntArray  # [W] ascending bits
+    bits: IntArray  # [n] committed
+    floors: IntArray  # [n] least bits; a block below its floor is not moved down
+    ceil: IntArray  # [n] most bits
+    cost_bytes: IntArray  # [n, W] planes + LUT in whole pages, never falling with width
+    damage: FloatArray  # [n, W] predicted damage relative to the widest width, >= 0
+    layer_of: IntArray | None = None  # [n] layer slot; None: one layer
+    layer_floor: float = 0.0  # least mean bits over the blocks of a layer
+
+    def __post_init__(self) -> None:
+        n, W = len(self.bits), len(self.widths)
+        shapes = (self.floors.shape, self.ceil.shape, self.cost_bytes.shape, self.damage.shape)
+        if shapes != ((n,), (n,), (n, W), (n, W)) or W == 0:
+            raise ValueError(f"planner arrays disagree: {n} blocks, {W} widths, shapes {shapes}")
+        if (np.diff(self.widths) <= 0).any() or (np.diff(self.cost_bytes, axis=1) < 0).any():
+            raise ValueError("widths must ascend and costs must not fall with width")
+        if not np.isfinite(self.damage).all():
+            raise ValueError("damage must be finite")
+        for name in ("bits", "floors", "ceil"):
+            if not np.isin(getattr(self, name), self.widths).all():
+                raise ValueError(f"{name} must be among the widths {self.widths.tolist()}")
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all blocks at their committed widths."""
+        return int(self.cost_bytes[np.arange(len(self.bits)), self.index(self.bits)].sum())
+
+    def index(self, bits: IntArray) -> IntArray:
+        """Positions of `bits` in `widths`."""
+        return np.searchsorted(self.widths, bits).astype(np.int64)
+
+    def limited(self, depth: int) -> PlannerState:
+        """The same state in which no block may move by more than `depth` bits in one plan."""
+        return replace(
+            self,
+            floors=np.maximum(self.floors, self.widths[self.index(self.bits - depth)]),
+            ceil=np.minimum(
+                self.ceil,
+                self.widths[np.searchsorted(self.widths, self.bits + depth, side="right") - 1],
+            ),
+        )
+
+    def room(self) -> LayerRoom | None:
+        """How far the layers may fall, on a descending ladder; None without a layer floor."""
+        if self.layer_floor <= self.widths[0]:
+            return None
+        layer = np.zeros_like(self.bits) if self.layer_of is None else self.layer_of
+        return LayerRoom(
+            self.widths[::-1], layer, np.bincount(layer).astype(np.float64) * self.layer_floor
+        )
+
+    def transposed(self) -> tuple[FloatArray, FloatArray]:
+        """Cost and levelled damage, [W, n] float64 (bytes are exact below 2^53)."""
+        damage = np.ascontiguousarray(self.damage.T, dtype=np.float64)
+        levelled = np.maximum.accumulate(damage[::-1], axis=0)[::-1]
+        return np.ascontiguousarray(self.cost_bytes.T, dtype=np.float64), levelled
+
+
+def plan(
+    state: PlannerState,
+    target_bytes: int,
+    *,
+    method: str = "hull",
+    protected: BoolArray | None = None,
+) -> Plan:
+    """Reductions that release at least `target_bytes` with least damage.
+
+    Args:
+        state: Blocks, floors, costs, damages.
+        target_bytes: Bytes to release; <= 0 gives an empty plan.
+        method: "hull", or "greedy" for the paper's Algorithm 1.
+        protected: [n] blocks that are spared (say, reloaded a moment ago) unless the target cannot
+            be met without them.
+
+    Returns:
+        The plan. When the floors do not allow the target, everything that they allow is in it and
+        `satisfied` is False: the caller preempts or refuses work.
+    """
+    if protected is not None and protected.any():
+        spared = replace(state, floors=np.where(protected, state.bits, state.floors))
+        first = plan(spared, target_bytes, method=method)
+        if first.satisfied:
+            return first
+    if target_bytes <= 0:
+        return Plan((), 0, 0.0, True, 0.0)
+    if method == "greedy":
+        return plan_greedy(state, target_bytes)
+    return _plan_hull(state, target_bytes)
+
+
+def _plan_hull(state: PlannerState, target_bytes: int) -> Plan:
+    cost, damage = state.transposed()
+    ladder = Ladder.descend(cost, damage, state.index(state.bits), state.index(state.floors))
+    steps = Steps.of(ladder, ladder.slopes())
+    bound = _relaxed_damage(steps, target_bytes)
+    room = state.room()
+    if room is not None:
+        drop = -np.diff(room.widths)[steps.rung]
+        steps = steps.only(room.admits(ladder.start, steps.block, drop))
+    released = np.cumsum(steps.x)
+    taken = steps.whole(int(np.searchsorted(released, target_bytes)))
+    rungs = ladder.start + np.bincount(steps.block[:taken], minlength=len(state.bits))
+    rungs = fill_target(ladder, rungs, target_bytes, room)
+    rungs = refund(ladder, rungs, target_bytes)
+    return _finish(state, ladder, rungs, target_bytes, bound)
+
+
+def _relaxed_damage(steps: Steps, target_bytes: int) -> float | None:
+    """Damage when hull steps are divisible; None if the target is out of reach."""
+    released = np.cumsum(steps.x)
+    k = int(np.searchsorted(released, target_bytes))
+    if k == len(released):
+        return None
+    part = target_bytes - (released[k] - steps.x[k])
+    return float(steps.y[:k].sum() + steps.slope[k] * part)
+
+
+def plan_greedy(state: PlannerState, target_bytes: int) -> Plan:
+    """The paper's Algorithm 1 (ALGORITHMS 1.3): list every legal reduction b -> b', sort by damage
+    per byte, take at most one action per block until the target is met.
+
+    A block's first action in that list is the one with its least ratio, so the list is a minimum
+    per block and one sort. Overshoots, and may fall short of a target that `plan` meets.
+    """
+    cost, damage = state.transposed()
+    ladder = Ladder.descend(cost, damage, state.index(state.bits), state.index(state.floors))
+    ratio = np.full_like(ladder.x, np.inf)
+    np.divide(ladder.y, ladder.x, out=ratio, where=ladder.x > 0)
+    best, column = ratio.argmin(axis=0), np.arange(len(state.bits))
+    order = np.argsort(ratio[best, column], kind="stable")
+    order = order[ratio[best, column][order] < np.inf]
+    room = state.room()
+    if room is not None:
+        drop = state.bits - room.widths[best]
+        order = order[room.admits(ladder.start, order, drop[order])]
+    released = np.cumsum(ladder.x[best[order], order])
+    taken = order[: int(np.searchsorted(released, target_bytes)) + 1]
+    rungs = ladder.start.copy()
+    rungs[taken] = best[taken]
+    return _finish(state, ladder, rungs, target_bytes, None)
+
+
+def plan_reload(state: PlannerState, budget_bytes: int) -> Plan:
+    """Raises that take at most `budget_bytes`, most damage undone per byte first.
+
+    Blocks below their floor (an expert that became hot) come first, up to the floor. Blocks whose
+    damage does not change are raised last, so that all return to their ceiling when bytes allow.
+    """
+    cost, damage = state.transposed()
+    ladder = Ladder.climb(cost, damage, state.index(state.bits), state.index(state.ceil))
+    steps = Steps.of(ladder, ladder.slopes())
+    urgent = steps.rung < state.index(np.minimum(state.floors, state.ceil))[steps.block]
+    steps = steps.only(np.argsort(~urgent, kind="stable"))
+    within = int(np.searchsorted(np.cumsum(steps.x), max(budget_bytes, 0), side="right"))
+    taken = steps.whole(within)
+    rungs = ladder.start + np.bincount(steps.block[:taken], minlength=len(state.bits))
+    rungs = fill_budget(ladder, rungs, max(budget_bytes, 0))
+    return _finish(state, ladder, rungs, 0, None)
+
+
+def allocate(state: PlannerState, budget_bytes: int) -> IntArray:
+    """Best static widths [n] between floors and ceilings whose bytes fit the budget.
+
+    Raises:
+        BudgetError: The floors alone need more.
+    """
+    top = replace(state, bits=state.ceil)
+    down = plan(top, top.total_bytes - budget_bytes)
+    if not down.satisfied:
+        raise BudgetError(
+            f"experts need {top.total_bytes - down.bytes} bytes at their least widths, "
+            f"but {budget_bytes} are allowed",
+            "raise the memory budget or lower the bit floors",
+        )
+    return down.apply(top.bits)
+
+
+def _finish(
+    state: PlannerState, ladder: Ladder, rungs: IntArray, target_bytes: int, bound: float | None
+) -> Plan:
+    moved = np.flatnonzero(rungs != ladder.start)
+    x, y = (values[moved] for values in ladder.at(rungs))
+    with np.errstate(divide="ignore", invalid="ignore"):
+        price = np.where(x > 0, y / x, -np.inf)
+    order = np.argsort(price, kind="stable")
+    moved, x, y = moved[order], x[order], y[order]
+    after = state.widths[ladder.width_index(rungs)]
+    columns = (moved, state.bits[moved], after[moved], x.astype(np.int64), y)
+    moves = tuple(map(Move._make, zip(*(column.tolist() for column in columns), strict=True)))
+    total, damage = int(x.sum()), float(y.sum())
+    satisfied = total >= target_bytes if ladder.down else bool((after >= state.ceil).all())
+    return Plan(moves, total, damage, satisfied, damage if bound is None else bound)

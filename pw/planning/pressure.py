@@ -1,0 +1,142 @@
+"""When weights give pages to the KV cache and when they take them back: a pure state machine.
+
+Decides amounts only; `pw.planning.planner` says which blocks. Reads no clock: steps and seconds
+come as arguments, so a recorded run decides the same again.
+
+Release (the paper's Eq. 7 with a forecast, in pages instead of KV blocks):
+
+    projected = free - forecast
+    release   = max(0, T + 1 - projected),            T = low watermark
+
+Eq. 7 alone is memoryless, so a load that swings around T makes bits flap (ALGORITHMS pitfall 25).
+Hence reloads
+
+- start only above the higher watermark, and stop there: a reload that is carried out in full never
+  causes a release by itself. An idle engine has no demand to keep pages for and fills to T + 1;
+- wait `dwell_steps` after a release. A release that soon follows a reload is a flap and doubles the
+  wait, up to 8 times; a release after a long quiet resets it;
+- spend a token bucket that holds one second of `transfer_budget_bytes`, in chunks of at least a
+  quarter of it while more is wanted.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from pw.config import PlannerConfig
+
+LONGEST_DWELL = 8  # in units of dwell_steps
+_CHUNKS = 4  # a full bucket is worth this many reload chunks
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """Pages to move now; at most one of the two is not 0. `reason` goes into the trace."""
+
+    release_pages: int = 0
+    reload_pages: int = 0
+    reason: str = "steady"
+
+
+class PressurePolicy:
+    """Watermarks, dwell and transfer budget of one arena.
+
+    Args:
+        config: The dials.
+        page_bytes: Size of an arena page.
+
+    Attributes:
+        releases: Release decisions so far.
+        reloads: Reload decisions so far.
+        flaps: Releases that came within the dwell time after a reload.
+    """
+
+    def __init__(self, config: PlannerConfig, page_bytes: int) -> None:
+        self.config, self.page_bytes = config, page_bytes
+        self.releases = self.reloads = self.flaps = 0
+        self._dwell = config.dwell_steps
+        self._reload_from = 0  # first step at which a reload may be decided
+        self._last_reload: int | None = None
+        self._capacity = float(max(config.transfer_budget_bytes, page_bytes))
+        self._tokens = self._capacity  # bytes
+        self._seconds: float | None = None
+
+    def decide(
+        self,
+        *,
+        now_step: int,
+        now_seconds: float,
+        pages_free: int,
+        pages_total: int,
+        forecast_pages: int,
+        bits_below_max: int,
+        moving: bool,
+        idle: bool = False,
+    ) -> Decision:
+        """Say what to do at this safe point.
+
+        Args:
+            now_step: Turns of the engine loop, idle turns included.
+            now_seconds: Monotonic time; only differences count.
+            pages_free: Pages that nobody owns.
+            pages_total: Pages of the arena.
+            forecast_pages: KV pages that running and waiting requests will need beyond those they
+                own, within `forecast_steps`.
+            bits_below_max: Sum over blocks of ceiling - committed bits.
+            moving: A reload is in flight.
+            idle: No request runs or waits.
+        """
+        self._refill(now_seconds)
+        low = math.ceil(self.config.low_watermark * pages_total)
+        high = max(math.ceil(self.config.high_watermark * pages_total), low + 1)
+        projected = pages_free - forecast_pages
+        if projected <= low and not idle:
+            self.note_release(now_step)
+            reason = "kv_pressure" if pages_free <= low else "kv_forecast"
+            return Decision(release_pages=low + 1 - projected, reason=reason)
+        if bits_below_max <= 0:
+            return Decision(reason="at_max")
+        wanted = projected - (low + 1 if idle else high)
+        if wanted <= 0:
+            return Decision(reason="steady")
+        if moving:
+            return Decision(reason="moving")
+        if now_step < self._reload_from:
+            return Decision(reason="dwell")
+        return self._reload(now_step, wanted, "idle" if idle else "headroom")
+
+    def note_release(self, now_step: int) -> None:
+        """Count a release, also one that the engine made itself after a failed allocation."""
+        self.releases += 1
+        since = math.inf if self._last_reload is None else now_step - self._last_reload
+        if since <= self._dwell:
+            self.flaps += 1
+            self._dwell = min(2 * self._dwell, LONGEST_DWELL * self.config.dwell_steps)
+        elif since > LONGEST_DWELL * self.config.dwell_steps:
+            self._dwell = self.config.dwell_steps
+        self._last_reload = None
+        self._reload_from = now_step + self._dwell
+
+    def reload_refused(self, now_step: int, decision: Decision) -> None:
+        """Take back a reload for which the planner found no move: no block's next plane fits."""
+        self.reloads -= 1
+        self._tokens += decision.reload_pages * self.page_bytes
+        self._reload_from = now_step + self._dwell
+
+    def _refill(self, now_seconds: float) -> None:
+        elapsed = 0.0 if self._seconds is None else max(0.0, now_seconds - self._seconds)
+        self._seconds = now_seconds
+        earned = elapsed * self.config.transfer_budget_bytes
+        self._tokens = min(self._capacity, self._tokens + earned)
+
+    def _reload(self, now_step: int, wanted: int, reason: str) -> Decision:
+        affordable = int(self._tokens // self.page_bytes)
+        chunk = max(1, int(self._capacity / _CHUNKS // self.page_bytes))
+        if affordable < min(wanted, chunk):
+            return Decision(reason="transfer_budget")
+        pages = min(wanted, affordable)
+        self._tokens -= pages * self.page_bytes
+        self._last_reload = now_step
+        self.reloads += 1
+        return Decision(reload_pages=pages, reason=reason)
