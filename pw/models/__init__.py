@@ -1,0 +1,1 @@
+"""Hugging Face adapter: checkpoints, the model without its experts, experts and attention calls."""

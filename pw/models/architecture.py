@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, logging
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from pw.blocks import BlockShape, ExpertGeometry
 from pw.errors import ModelError
@@ -46,7 +46,8 @@ class Architecture:
         config, multimodal = _read_config(path)
         name = str(config.model_type)
         try:
-            meta = build_meta(config)
+            with torch.device("meta"):
+                meta = text_model(config, torch.float32, attention=PROBE, experts=EXPERTS)
             modules = expert_modules(meta)
             _check(modules, config)
             found = probe(meta)
@@ -59,17 +60,16 @@ class Architecture:
         return cls(name, config, multimodal, meta, found, geometry, experts)
 
 
-def build_meta(config: Any) -> nn.Module:
-    """The text model on `meta`, with the probe's attention function."""
-    with torch.device("meta"):
-        model: nn.Module = AutoModelForCausalLM.from_config(
-            config,
-            dtype=torch.float32,
-            attn_implementation=PROBE,
-            experts_implementation=EXPERTS,
-            trust_remote_code=False,
-        ).eval()
-    return model
+def text_model(config: Any, dtype: torch.dtype, *, attention: str, experts: str) -> Any:
+    """The module tree of a text config, in eval mode, on the current default device."""
+    factory: Any = AutoModelForCausalLM
+    return factory.from_config(
+        config,
+        dtype=dtype,
+        attn_implementation=attention,
+        experts_implementation=experts,
+        trust_remote_code=False,
+    ).eval()
 
 
 def _unsupported(name: str, reason: str) -> ModelError:
@@ -113,11 +113,11 @@ def _check(modules: list[tuple[str, nn.Module]], config: Any) -> None:
             raise ModelError(f"rope type `{rope['rope_type']}` depends on the batch's longest text")
 
 
-def _geometry(modules: list[tuple[str, nn.Module]], top_k: int) -> ExpertGeometry:
+def _geometry(modules: list[tuple[str, Any]], top_k: int) -> ExpertGeometry:
     """Shapes of the routed experts, the same in every layer."""
     shapes = set()
     for _, module in modules:
-        gate_up, down = tuple(module.gate_up_proj.shape), tuple(module.down_proj.shape)  # type: ignore[union-attr, arg-type]
+        gate_up, down = tuple(module.gate_up_proj.shape), tuple(module.down_proj.shape)
         if module.is_transposed:
             gate_up, down = (gate_up[0], *gate_up[:0:-1]), (down[0], *down[:0:-1])
         shapes.add((gate_up, down))
@@ -128,9 +128,3 @@ def _geometry(modules: list[tuple[str, nn.Module]], top_k: int) -> ExpertGeometr
     return ExpertGeometry(
         layers, experts, top_k, BlockShape(rows, cols), BlockShape(down_rows, down_cols)
     )
-
-
-def quiet() -> None:
-    """Keep transformers' own warnings and progress bars off the terminal."""
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()

@@ -79,7 +79,7 @@ def _producer(config: Any, layer: int) -> int:
 def bind_attention(model: nn.Module, bindings: dict[str, AttentionBinding]) -> None:
     """Attach bindings (by module path) to the attention modules of `model`."""
     for name, binding in bindings.items():
-        model.get_submodule(name).pw_attention = binding
+        model.get_submodule(name).__dict__["pw_attention"] = binding
 
 
 def _attend(

@@ -142,7 +142,8 @@ class Checkpoint:
 
     def _audit_experts(self) -> None:
         """All expert blocks are on disk, once, in a float dtype and with the model's shape."""
-        missing = [str(key) for key in self.geometry.keys() if not self._complete(key)]
+        keys = self.geometry.keys()
+        missing = [str(key) for key in keys if not self._complete(key)]
         if missing:
             expected = self.geometry.blocks
             raise ModelError(

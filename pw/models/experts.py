@@ -61,13 +61,9 @@ def expert_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def bind_experts(model: nn.Module, function: ExpertsFunction) -> None:
-    """Let every experts module of `model` call `function(slot, module, x, ids, weights)`.
-
-    Dispatch is resolved here, once: the module's `forward` becomes the call itself.
-    """
+    """Let every experts module of `model` call `function(slot, module, x, ids, weights)`."""
     for slot, (_, module) in enumerate(expert_modules(model)):
-        module.pw_slot = slot
-        module.pw_experts = function
+        module.__dict__.update(pw_slot=slot, pw_experts=function)
 
 
 def refusal(module: Any) -> str | None:

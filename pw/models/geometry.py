@@ -1,4 +1,4 @@
-"""Shapes that the runtime must know before any weight is read, found by running the model on `meta`.
+"""Shapes of keys, values and routing, found by running the model on `meta` before any weight.
 
 Configs lie about head sizes (Gemma 4 has two, MLA expands its keys, some layers share another's
 keys), so one forward pass without data asks the model itself.
@@ -77,7 +77,7 @@ def _probe_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
+    _mask: Tensor | None,
     *,
     pw_record: _Record,
     **options: Any,

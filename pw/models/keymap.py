@@ -102,7 +102,7 @@ class _Mapper:
             out.dense[name] = target
 
     def _single_expert(self, target: str) -> tuple[int, int, str] | None:
-        """(layer, expert, projection) of one expert's tensor that no table of transformers knows."""
+        """(layer, expert, projection) of a tensor of one expert that transformers cannot name."""
         match = _SINGLE.match(target)
         if match is None or match[1] not in self._experts:
             return None

@@ -1,4 +1,4 @@
-"""From the name a user gives to a checkpoint folder: bundled, local, or from the Hugging Face hub."""
+"""From the name a user gives to a checkpoint folder: bundled, local, or from the hub."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def resolve_model(name: str) -> Path:
 
 def _from_hub(repository: str, revision: str | None) -> Path:
     """Snapshot folder in the hub's local cache, filled over the network where need be."""
-    from huggingface_hub import snapshot_download  # noqa: PLC0415 - local paths need no network
+    from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     try:

@@ -166,7 +166,7 @@ class ShardIndex:
             start += index * size
             shape = shape[1:]
         buffer = torch.empty(size, dtype=torch.uint8)
-        _read_into(entry.file, start, memoryview(buffer.numpy()), name)
+        _read_into(entry.file, start, buffer.numpy().data, name)
         return buffer.view(dtype).view(shape)
 
 

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
 
 from pw.blocks import ExpertGeometry
 from pw.errors import ModelError
+from pw.models.architecture import text_model
 from pw.models.attention import NAME as ATTENTION
 from pw.models.attention import AttentionContext, bind_attention
 from pw.models.checkpoint import Checkpoint
@@ -42,9 +42,9 @@ class Skeleton:
     dtype: torch.dtype
     device: torch.device
     dense_bytes: int  # of all loaded tensors, each once
-    activation: Activation  # of the routed experts, the same in every layer
-    # per slot: gate_up [E, 2I] with gate first, down [E, H]; None where the model has no biases
-    biases: tuple[tuple[Tensor, Tensor], ...] | None
+    activations: tuple[Activation, ...]  # of the routed experts, per slot
+    # of the routed experts, per slot: gate_up [E, 2I] gate first, down [E, H]
+    biases: tuple[tuple[Tensor | None, Tensor | None], ...]
     vocab_size: int
     hidden_size: int
     max_model_len: int  # tokens that the model states as its limit
@@ -87,7 +87,6 @@ def load_skeleton(
     load_dense_tensors(model, checkpoint, dtype, device)
     bind_attention(model, checkpoint.architecture.probe.bindings)
     modules = [module for _, module in expert_modules(model)]
-    biases = tuple(_biases(module) for module in modules) if modules[0].has_bias else None
     config = checkpoint.architecture.config
     return Skeleton(
         model=model,
@@ -96,8 +95,8 @@ def load_skeleton(
         dtype=dtype,
         device=device,
         dense_bytes=_loaded_bytes(model),
-        activation=activation_of(modules[0]),
-        biases=biases,
+        activations=tuple(activation_of(module) for module in modules),
+        biases=tuple(_biases(module) for module in modules),
         vocab_size=int(config.vocab_size),
         hidden_size=int(config.hidden_size),
         max_model_len=int(config.max_position_embeddings),
@@ -106,14 +105,9 @@ def load_skeleton(
 
 def build(checkpoint: Checkpoint, dtype: torch.dtype, *, attention: str, experts: str) -> Any:
     """The module tree: parameters on `meta`, computed buffers (rope frequencies) real."""
+    config = checkpoint.architecture.config
     with _parameters_on_meta():
-        return AutoModelForCausalLM.from_config(
-            checkpoint.architecture.config,
-            dtype=dtype,
-            attn_implementation=attention,
-            experts_implementation=experts,
-            trust_remote_code=False,
-        ).eval()
+        return text_model(config, dtype, attention=attention, experts=experts)
 
 
 def load_dense_tensors(
@@ -153,8 +147,10 @@ def _check_loaded(model: nn.Module) -> None:
         raise ModelError(f"{len(left)} tensors of the model were not loaded: {some(left)}")
 
 
-def _biases(module: Any) -> tuple[Tensor, Tensor]:
+def _biases(module: Any) -> tuple[Tensor | None, Tensor | None]:
     """Biases of an experts module, rows as in the blocks."""
+    if not module.has_bias:
+        return None, None
     return gate_first(module.gate_up_proj_bias, module, axis=1), module.down_proj_bias
 
 
@@ -189,7 +185,7 @@ def _parameters_on_meta() -> Iterator[None]:
             meta = nn.Parameter(parameter.data.to("meta"), requires_grad=False)
             module._parameters[name] = meta
 
-    nn.Module.register_parameter = register  # type: ignore[method-assign]
+    nn.Module.register_parameter = register  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
