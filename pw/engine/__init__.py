@@ -1,0 +1,1 @@
+"""The step loop: scheduler decides, runner touches the device, engine joins them."""

@@ -7,19 +7,34 @@ back.
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 from torch import Tensor
 
-from pw.blocks import MODULES, ExpertGeometry
+from pw.blocks import MODULES, BlockKey, ExpertGeometry
 from pw.memory.layout import BlockLayout
-from pw.store.artifact import Artifact
+
+
+class PlaneSource(Protocol):
+    """Where planes and LUTs come from: an artifact."""
+
+    @property
+    def geometry(self) -> ExpertGeometry:
+        """Layers, experts and block shapes."""
+
+    def read_planes(self, key: BlockKey, first: int, count: int, out: memoryview) -> None:
+        """Fill `out` with planes first..first+count-1 of a block, back to back."""
+
+    def lut(self, key: BlockKey, bits: int) -> Tensor:
+        """LUT of a width in kernel order: [N padded, 2^bits], two bytes an entry."""
 
 
 class HostPlaneStore:
     """Planes and LUTs of every block.
 
     Args:
-        artifact: Where the bytes come from.
+        source: Where the bytes come from.
         layouts: Page layout of each module, in the order of `MODULES`.
         limit_bytes: Host bytes at most; None = all blocks.
         pin: Pin the memory (asynchronous copies to a GPU need it).
@@ -27,13 +42,13 @@ class HostPlaneStore:
 
     def __init__(
         self,
-        artifact: Artifact,
+        source: PlaneSource,
         layouts: tuple[BlockLayout, BlockLayout],
         limit_bytes: int | None = None,
         pin: bool = False,
     ) -> None:
-        self._artifact = artifact
-        self._geometry: ExpertGeometry = artifact.geometry
+        self._source = source
+        self._geometry = source.geometry
         self._layouts = layouts
         self._pin = pin
         self._resident: dict[int, Tensor] = {}
@@ -49,8 +64,7 @@ class HostPlaneStore:
     def planes(self, index: int, first: int, last: int) -> Tensor:
         """Planes first..last-1 of a block as pages: [(last - first) * PP, page_bytes] uint8."""
         layout = self._layout(index)
-        pages = self._block(index)[first * layout.plane_pages : last * layout.plane_pages]
-        return pages
+        return self._block(index)[first * layout.plane_pages : last * layout.plane_pages]
 
     def base_luts(self, index: int) -> Tensor:
         """The region with the LUTs of the always resident widths: [pages, page_bytes] uint8."""
@@ -82,12 +96,12 @@ class HostPlaneStore:
         )
         flat = block.view(-1)
         planes = torch.empty(layout.max_bits * layout.plane_bytes, dtype=torch.uint8)
-        self._artifact.read_planes(key, 0, layout.max_bits, memoryview(planes.numpy()))
+        self._source.read_planes(key, 0, layout.max_bits, memoryview(planes.numpy()))
         block[: layout.max_bits * layout.plane_pages].view(layout.max_bits, -1)[
             :, : layout.plane_bytes
         ] = planes.view(layout.max_bits, layout.plane_bytes)
         for bits in range(layout.min_bits, layout.max_bits + 1):
-            data = self._artifact.lut(key, bits).contiguous().view(torch.uint8).flatten()
+            data = self._source.lut(key, bits).contiguous().view(torch.uint8).flatten()
             start = layout.lut_start(bits) * layout.page_bytes + layout.lut_offset(bits)
             flat[start : start + data.numel()] = data
         return block

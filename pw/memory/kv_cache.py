@@ -83,10 +83,9 @@ class KvCache:
         self._views: dict[int, LayerPages] = {}
         self.sequences: dict[int, KvSequence] = {}  # by row
         by_tokens: dict[int, list[KvLayer]] = {}
-        for layer in geometry.layers:
-            if layer.source == layer.layer:
-                tokens = arena.page_bytes // token_bytes(layer, dtype)
-                by_tokens.setdefault(tokens, []).append(layer)
+        for layer in geometry.stored:
+            tokens = arena.page_bytes // token_bytes(layer, dtype)
+            by_tokens.setdefault(tokens, []).append(layer)
         for tokens, layers in by_tokens.items():
             blocks = -(-max_tokens // tokens)
             table = np.full((max_sequences, len(layers), blocks), -1, dtype=np.int32)
@@ -107,17 +106,6 @@ class KvCache:
             len(group.layers) * max(0, -(-tokens // group.tokens_per_page) - held)
             for group, held in zip(self._groups, sequence.blocks, strict=True)
         )
-
-    def tokens_that_fit(self, pages: int) -> int:
-        """Longest sequence that fits in so many pages."""
-        low, high = 0, pages * max((g.tokens_per_page for g in self._groups), default=0)
-        while low < high:
-            middle = (low + high + 1) // 2
-            if self.pages_for_tokens(middle) <= pages:
-                low = middle
-            else:
-                high = middle - 1
-        return low
 
     @property
     def used_pages(self) -> int:
@@ -235,7 +223,7 @@ class KvCache:
 
 def token_bytes(layer: KvLayer, dtype: torch.dtype) -> int:
     """Bytes of keys and values of one token in one layer."""
-    return layer.kv_heads * (layer.k_dim + layer.v_dim) * dtype.itemsize
+    return layer.width * dtype.itemsize
 
 
 def _views(arena: Arena, layer: KvLayer, dtype: torch.dtype, tokens: int) -> LayerPages:

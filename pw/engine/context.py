@@ -1,0 +1,89 @@
+"""What the model needs to know of one step beyond its tokens: who is where in the KV cache.
+
+`StepBatch` is made by the runner for each step and passed through the model to attention.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pw.engine.sequence import Chunk
+from pw.memory.kv_cache import GroupBatch, KvCache
+from pw_kernels import dispatch
+
+
+@dataclass(frozen=True)
+class PrefillSpan:
+    """Tokens start..end of the packed batch are part of the prompt of one sequence."""
+
+    start: int
+    end: int
+    chunk: Chunk
+
+
+class StepBatch:
+    """A packed batch: the tokens of all chunks, one after the other.
+
+    Attributes:
+        input_ids: [T] int64.
+        positions: [T] int64.
+        spans: Parts of the batch that are prompt, for the prompt statistics.
+    """
+
+    def __init__(self, chunks: list[Chunk], kv: KvCache, device: torch.device) -> None:
+        counts = np.fromiter((chunk.count for chunk in chunks), dtype=np.int64)
+        starts = np.fromiter((chunk.start for chunk in chunks), dtype=np.int64)
+        ends = np.concatenate(([0], counts.cumsum()))
+        token_sequence = np.repeat(np.arange(len(chunks)), counts)
+        positions = np.arange(int(ends[-1])) - ends[token_sequence] + starts[token_sequence]
+        lengths = starts + counts
+        ids = [token for chunk in chunks for token in chunk.token_ids()]
+        rows = np.fromiter((chunk.sequence.kv_row for chunk in chunks), dtype=np.int64)
+        self.input_ids = torch.tensor(ids, dtype=torch.int64, device=device)
+        self.positions = torch.from_numpy(positions).to(device)
+        self._query_start = torch.from_numpy(ends.astype(np.int32)).to(device)
+        self._seq_lens = torch.from_numpy(lengths.astype(np.int32)).to(device)
+        self._groups: list[GroupBatch] = kv.batch(
+            rows, token_sequence, positions, int(lengths.max())
+        )
+        self._kv = kv
+        self.spans = [
+            PrefillSpan(int(ends[i]), int(ends[i + 1]), chunk)
+            for i, chunk in enumerate(chunks)
+            if chunk.is_prompt
+        ]
+
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,  # [T, Hq, D]
+        k: Tensor,  # [T, Hkv, D]
+        v: Tensor,  # [T, Hkv, Dv]
+        *,
+        write: bool,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        """Attention of one layer over the arena (see `pw.models.attention`): [T, Hq, Dv]."""
+        number, position = self._kv.place(layer)
+        pages, group = self._kv.layer_pages(layer), self._groups[number]
+        if write:
+            dispatch.write_kv(k, v, pages.keys, pages.values, group.slots[position])
+        return dispatch.paged_attention(
+            q,
+            pages.keys,
+            pages.values,
+            group.block_tables[position],
+            self._query_start,
+            self._seq_lens,
+            scale=scale,
+            window=window,
+            softcap=softcap,
+            sinks=sinks,
+        )

@@ -1,0 +1,146 @@
+"""The experts function of the engine: fused MoE over arena pages, and what it counts on the way.
+
+Routing mass is added into a persistent buffer in the same pass; prompt statistics are collected
+only for the parts of a batch that are prompt, and only when a planner wants them.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from pw.blocks import ExpertGeometry
+from pw.engine.context import StepBatch
+from pw.memory.arena import Arena
+from pw.memory.page_table import WeightPageTable
+from pw.models.experts import Activation
+from pw_kernels import dispatch
+from pw_kernels.dense import dense_moe
+from pw_kernels.pages import WeightPages
+
+Biases = tuple[tuple[Tensor, Tensor], ...]  # per MoE layer: gate_up [E, 2I], down [E, H]
+
+
+class RoutedExperts(Protocol):
+    """What the model calls for its routed experts."""
+
+    batch: StepBatch | None
+
+    def __call__(
+        self, slot: int, module: nn.Module, x: Tensor, ids: Tensor, weights: Tensor
+    ) -> Tensor:
+        """Experts of one MoE layer: x [T, H], ids [T, k] int64, weights [T, k] -> [T, H]."""
+
+
+class RoutingCounter:
+    """Router weight that each expert received since `take`, on the device.
+
+    Attributes:
+        mass: [L, E] float32.
+        tokens: Tokens counted.
+    """
+
+    def __init__(self, geometry: ExpertGeometry, device: torch.device) -> None:
+        self.mass = torch.zeros(len(geometry.layers), geometry.experts, device=device)
+        self.tokens = 0
+
+    def add(self, slot: int, ids: Tensor, weights: Tensor) -> None:
+        """Count the routing of a batch in one layer."""
+        self.mass[slot].index_add_(0, ids.reshape(-1), weights.reshape(-1).float())
+        if slot == 0:
+            self.tokens += ids.shape[0]
+
+    def take(self) -> tuple[Tensor, int]:
+        """Mass [L, E] and tokens since the last call; starts again at zero."""
+        mass, tokens = self.mass.clone(), self.tokens
+        self.mass.zero_()
+        self.tokens = 0
+        return mass, tokens
+
+
+class PagedExperts:
+    """Experts read from bit-planes in the arena, at whatever width each block has now."""
+
+    def __init__(
+        self,
+        table: WeightPageTable,
+        arena: Arena,
+        activation: Activation,
+        biases: Biases | None,
+        lut_dtype: torch.dtype,
+        counter: RoutingCounter | None,
+    ) -> None:
+        self.batch: StepBatch | None = None
+        self._arena = arena
+        self._activation, self._biases = activation, biases
+        self._lut_dtype, self._counter = lut_dtype, counter
+        self._pages: list[tuple[WeightPages, WeightPages]] = [
+            (table.pages_of(slot, "gate_up"), table.pages_of(slot, "down"))
+            for slot in range(len(table.geometry.layers))
+        ]
+
+    def __call__(
+        self, slot: int, module: nn.Module, x: Tensor, ids: Tensor, weights: Tensor
+    ) -> Tensor:
+        """See `RoutedExperts`."""
+        observer = None
+        if self._counter is not None:
+            self._counter.add(slot, ids, weights)
+        if self.batch is not None:
+            for span in self.batch.spans:
+                statistics = span.chunk.sequence.statistics
+                if statistics is not None:
+                    statistics.add_hidden(slot, x[span.start : span.end])
+                    observer = statistics.observer(slot, span.start, span.end, observer)
+        gate_up, down = self._pages[slot]
+        gate_up_bias, down_bias = self._biases[slot] if self._biases else (None, None)
+        return dispatch.fused_moe(
+            x,
+            ids,
+            weights,
+            self._arena.pages,
+            gate_up,
+            down,
+            lut_dtype=self._lut_dtype,
+            activation=self._activation,
+            gate_up_bias=gate_up_bias,
+            down_bias=down_bias,
+            observer=observer,
+        )
+
+
+class DenseExperts:
+    """Unquantized experts: the BF16 baseline. Plain tensors, charged to the budget whole."""
+
+    def __init__(
+        self,
+        weights: list[tuple[Tensor, Tensor]],  # per MoE layer [E, 2I, H], [E, H, I]
+        activation: Activation,
+        biases: Biases | None,
+    ) -> None:
+        self.batch: StepBatch | None = None
+        self._weights, self._activation, self._biases = weights, activation, biases
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the experts."""
+        return sum(t.numel() * t.element_size() for pair in self._weights for t in pair)
+
+    def __call__(
+        self, slot: int, module: nn.Module, x: Tensor, ids: Tensor, weights: Tensor
+    ) -> Tensor:
+        """See `RoutedExperts`."""
+        gate_up, down = self._weights[slot]
+        gate_up_bias, down_bias = self._biases[slot] if self._biases else (None, None)
+        return dense_moe(
+            x,
+            ids,
+            weights,
+            gate_up,
+            down,
+            activation=self._activation,
+            gate_up_bias=gate_up_bias,
+            down_bias=down_bias,
+        )

@@ -1,0 +1,77 @@
+"""Runs the model on the chunks of a step. Touches the device, decides nothing."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pw.engine.context import StepBatch
+from pw.engine.experts import RoutedExperts
+from pw.engine.sequence import Chunk
+from pw.memory.kv_cache import KvCache
+from pw.models.skeleton import Skeleton
+
+_LOGPROB_ROWS = 64  # rows of prompt logits normalised at a time, so that scratch stays small
+
+
+class ModelRunner:
+    """The model with our experts and attention functions bound.
+
+    Args:
+        skeleton: The model without its routed experts.
+        experts: What its experts modules call.
+        kv: Cache that attention writes to and reads from.
+    """
+
+    def __init__(self, skeleton: Skeleton, experts: RoutedExperts, kv: KvCache) -> None:
+        skeleton.bind_experts(experts)
+        self._skeleton, self._experts, self._kv = skeleton, experts, kv
+
+    @torch.inference_mode()
+    def run(self, chunks: list[Chunk]) -> tuple[Tensor, dict[Chunk, list[float]]]:
+        """Compute one step.
+
+        Returns:
+            Logits [S, V] of the chunks that sample, in order, and for each chunk whose sequence
+            wants them the log-probabilities of the prompt tokens that follow its tokens.
+        """
+        device = self._skeleton.device
+        batch = StepBatch(chunks, self._kv, device)
+        self._experts.batch = batch
+        rows, samples, scored = self._rows(chunks)
+        keep = torch.tensor(rows, dtype=torch.int64, device=device)
+        logits = self._skeleton.forward(batch.input_ids, batch.positions, batch, keep)
+        self._experts.batch = None
+        prompt_logprobs = {chunk: _logprobs(logits[span], chunk) for chunk, span in scored.items()}
+        return logits[samples], prompt_logprobs
+
+    @staticmethod
+    def _rows(chunks: list[Chunk]) -> tuple[list[int], list[int], dict[Chunk, slice]]:
+        """Rows of the batch that need logits, and what each of them is for."""
+        rows: list[int] = []
+        samples: list[int] = []
+        scored: dict[Chunk, slice] = {}
+        start = 0
+        for chunk in chunks:
+            following = min(chunk.start + chunk.count, len(chunk.sequence.prompt) - 1) - chunk.start
+            if chunk.sequence.params.prompt_logprobs and following > 0:
+                scored[chunk] = slice(len(rows), len(rows) + following)
+                rows += range(start, start + following)
+            start += chunk.count
+            if chunk.samples:
+                samples.append(len(rows))
+                rows.append(start - 1)
+        # A step of prompt chunks alone samples nothing; the model still wants one row.
+        return rows or [start - 1], samples, scored
+
+
+def _logprobs(logits: Tensor, chunk: Chunk) -> list[float]:
+    """Log-probabilities of the tokens that follow those of a chunk: logits [n, V] -> n floats."""
+    targets = chunk.sequence.tokens(chunk.start + 1, chunk.start + 1 + len(logits))
+    result: list[float] = []
+    for first in range(0, len(logits), _LOGPROB_ROWS):
+        part = logits[first : first + _LOGPROB_ROWS].float()
+        target = torch.tensor(targets[first : first + len(part)], device=part.device)
+        chosen = part.gather(1, target[:, None])[:, 0]
+        result += (chosen - part.logsumexp(1)).tolist()
+    return result

@@ -1,0 +1,71 @@
+"""From logits to tokens. A sequence's result depends on its own logits and generator only."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pw.engine.request import SamplingParams, TokenLogprob
+
+
+def make_generator(params: SamplingParams, device: torch.device) -> torch.Generator | None:
+    """Generator of one sequence; None for greedy decoding. Fresh entropy without a seed."""
+    if params.temperature == 0:
+        return None
+    generator = torch.Generator(device)
+    if params.seed is None:
+        generator.seed()
+    else:
+        generator.manual_seed(params.seed)
+    return generator
+
+
+def sample(
+    logits: Tensor,  # [S, V]
+    params: list[SamplingParams],
+    generators: list[torch.Generator | None],
+    blocked: list[tuple[int, ...]],  # token ids each sequence may not produce now
+) -> Tensor:  # [S] int64
+    """Choose the next token of each sequence."""
+    if any(blocked):
+        logits = logits.clone()
+        for row, ids in enumerate(blocked):
+            if ids:
+                logits[row, list(ids)] = -torch.inf
+    tokens = logits.argmax(-1)
+    for row, generator in enumerate(generators):
+        if generator is not None:
+            tokens[row] = _sample_row(logits[row].float(), params[row], generator)
+    return tokens
+
+
+def _sample_row(logits: Tensor, params: SamplingParams, generator: torch.Generator) -> Tensor:
+    """One draw after temperature, top_k, top_p and min_p, in this order (as vLLM does)."""
+    logits = logits / params.temperature
+    if 0 < params.top_k < logits.numel():
+        threshold = logits.topk(params.top_k).values[-1]
+        logits = logits.masked_fill(logits < threshold, -torch.inf)
+    probabilities = logits.softmax(-1)
+    if params.top_p < 1:
+        ordered, index = probabilities.sort(descending=True, stable=True)
+        outside = ordered.cumsum(-1) - ordered >= params.top_p
+        probabilities[index[outside]] = 0
+    if params.min_p > 0:
+        probabilities[probabilities < params.min_p * probabilities.max()] = 0
+    return torch.multinomial(probabilities, 1, generator=generator)[0]
+
+
+def token_logprobs(logits: Tensor, token: int, count: int) -> TokenLogprob:
+    """Log-probability of a token and of the `count` likeliest, from one computation.
+
+    Args:
+        logits: [V], as the model gave them, before temperature.
+        token: The sampled token.
+        count: How many alternatives; 0 = none.
+    """
+    logprobs = logits.float().log_softmax(-1)
+    top = logprobs.topk(count) if count else None
+    pairs = (
+        () if top is None else tuple(zip(top.indices.tolist(), top.values.tolist(), strict=True))
+    )
+    return TokenLogprob(token, float(logprobs[token]), pairs)

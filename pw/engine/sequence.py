@@ -1,0 +1,83 @@
+"""One running or waiting sequence, and the part of it that a step computes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+
+import torch
+
+from pw.engine.detokenizer import Detokenizer
+from pw.engine.request import RequestMetrics, SamplingParams, TokenLogprob
+from pw.engine.statistics import PromptStatistics
+from pw.memory.kv_cache import KvSequence
+
+
+@dataclass(eq=False)
+class Sequence:
+    """State of one request inside the engine. `kv` is None while it waits."""
+
+    request_id: str
+    prompt: list[int]
+    params: SamplingParams
+    max_tokens: int  # tokens to generate at most
+    detokenizer: Detokenizer
+    generator: torch.Generator | None
+    output: list[int] = field(default_factory=list)
+    computed: int = 0  # tokens whose KV is in the cache
+    kv: KvSequence | None = None
+    metrics: RequestMetrics = field(default_factory=RequestMetrics)
+    prompt_logprobs: list[float | None] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    statistics: PromptStatistics | None = None
+
+    @property
+    def length(self) -> int:
+        """Tokens so far, prompt and output."""
+        return len(self.prompt) + len(self.output)
+
+    @property
+    def longest(self) -> int:
+        """Tokens at most in the cache: the last sampled token is never computed."""
+        return len(self.prompt) + max(self.max_tokens - 1, 0)
+
+    @property
+    def remaining(self) -> int:
+        """Tokens it may still generate."""
+        return self.max_tokens - len(self.output)
+
+    @property
+    def kv_row(self) -> int:
+        """Row in the block tables of a running sequence."""
+        assert self.kv is not None
+        return self.kv.row
+
+    def tokens(self, start: int, end: int) -> Seq[int]:
+        """Token ids start..end-1 of prompt and output together."""
+        split = len(self.prompt)
+        if start >= split:
+            return self.output[start - split : end - split]
+        return self.prompt[start:end] + self.output[: max(0, end - split)]
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Tokens start..start+count-1 of a sequence, computed in one step."""
+
+    sequence: Sequence
+    start: int
+    count: int
+
+    @property
+    def is_prompt(self) -> bool:
+        """Whether prompt tokens are in it (not one decoded token after another)."""
+        return self.start < len(self.sequence.prompt)
+
+    @property
+    def samples(self) -> bool:
+        """Whether the sequence's next token comes out of this step."""
+        return self.start + self.count == self.sequence.length
+
+    def token_ids(self) -> Seq[int]:
+        """The token ids to compute."""
+        return self.sequence.tokens(self.start, self.start + self.count)

@@ -1,0 +1,179 @@
+"""How a memory budget is divided: dense weights, workspace and tables first, the rest is arena.
+
+Everything is charged: what no line of this plan names may not be allocated in a step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from pw.blocks import MODULES, ExpertGeometry
+from pw.errors import BudgetError
+from pw.memory.arena import choose_page_bytes
+from pw.memory.kv_cache import token_bytes
+from pw.memory.layout import BlockLayout, choose_base_bits
+from pw.models.geometry import KvGeometry
+
+_HIDDEN_COPIES = 12  # hidden-sized activations alive at once in a decoder layer, counted generously
+_LOGIT_COPIES = 3  # logits, their normalised form, and a sampling copy
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes of each class, and the shape of the arena."""
+
+    budget: int
+    dense: int
+    experts_dense: int  # policy dense only
+    workspace: int
+    tables: int
+    page_bytes: int
+    num_pages: int
+    layouts: tuple[BlockLayout, BlockLayout]
+    weight_pages_min: int  # pages of all blocks at their least widths
+    weight_pages_max: int
+    max_model_len: int  # tokens of the longest sequence that fits alone at the least widths
+
+    @property
+    def arena(self) -> int:
+        """Bytes of the arena."""
+        return self.num_pages * self.page_bytes
+
+
+@dataclass(frozen=True)
+class Demand:
+    """What the parts of an engine ask of the budget."""
+
+    geometry: ExpertGeometry
+    kv: KvGeometry
+    kv_dtype: torch.dtype
+    dense: int  # bytes of weights that are never quantized
+    experts_dense: int  # bytes of unquantized experts; their planes are then not loaded
+    workspace: int
+    min_bits: int  # least and most committed bits that the policy can reach
+    max_bits: int
+    stored_bits: tuple[int, int]  # least and most bits in the artifact
+    max_model_len: int
+    max_num_seqs: int
+    page_bytes: int | None = None
+
+
+def plan_memory(budget: int, demand: Demand) -> MemoryPlan:
+    """Divide a budget.
+
+    Raises:
+        BudgetError: One sequence of a single page beside the weights at their least widths does
+            not fit.
+    """
+    layouts = block_layouts(demand)
+    page = layouts[0].page_bytes
+    paged = demand.experts_dense == 0
+    pairs = len(demand.geometry.layers) * demand.geometry.experts
+    least = pairs * sum(lay.resident_pages(demand.min_bits) for lay in layouts) if paged else 0
+    most = pairs * sum(lay.resident_pages(demand.max_bits) for lay in layouts) if paged else 0
+    fixed = demand.dense + demand.experts_dense + demand.workspace
+    weight_table = _weight_table_bytes(demand.geometry, layouts) if paged else 0
+
+    length = demand.max_model_len
+    useful = most + demand.max_num_seqs * _kv_pages(demand, page, length)
+    num_pages = min(useful, max(0, budget - fixed - weight_table) // page)
+    length = min(length, _tokens_that_fit(demand, page, num_pages - least))
+    tables = weight_table + _kv_table_bytes(demand, page, length)
+    num_pages = min(useful, max(0, budget - fixed - tables) // page)
+    length = min(length, _tokens_that_fit(demand, page, num_pages - least))
+    if length < 2:
+        needed = fixed + tables + (least + _kv_pages(demand, page, 2)) * page
+        raise BudgetError(
+            f"memory budget of {budget:,} bytes is too small: {needed:,} bytes are the least "
+            f"(dense {demand.dense + demand.experts_dense:,}, workspace {demand.workspace:,}, "
+            f"tables {tables:,}, experts at {demand.min_bits} bits {least * page:,})",
+            "raise --memory-budget, or lower --max-num-batched-tokens and --max-num-seqs",
+        )
+    return MemoryPlan(
+        budget=budget,
+        dense=demand.dense,
+        experts_dense=demand.experts_dense,
+        workspace=demand.workspace,
+        tables=tables,
+        page_bytes=page,
+        num_pages=num_pages,
+        layouts=layouts,
+        weight_pages_min=least,
+        weight_pages_max=most,
+        max_model_len=length,
+    )
+
+
+def workspace_bytes(
+    geometry: ExpertGeometry,
+    *,
+    tokens: int,
+    sequences: int,
+    vocabulary: int,
+    widest: int,
+    itemsize: int,
+) -> int:
+    """Scratch of one step: activations, routed rows, logits, one decoded expert.
+
+    Args:
+        geometry: Of the routed experts.
+        tokens: Tokens of a step at most.
+        sequences: Sequences of a step at most.
+        vocabulary: Columns of the logits.
+        widest: Outputs of the widest dense linear map.
+        itemsize: Bytes of an activation.
+    """
+    hidden = geometry.gate_up.cols
+    routed = geometry.top_k * (geometry.gate_up.rows + geometry.down.cols + 2 * hidden)
+    activations = tokens * (_HIDDEN_COPIES * hidden + 2 * widest + routed) * itemsize
+    logits = (_LOGIT_COPIES * sequences + tokens) * vocabulary * 4
+    return activations + logits + (geometry.gate_up.weights + geometry.down.weights) * 4
+
+
+def block_layouts(demand: Demand) -> tuple[BlockLayout, BlockLayout]:
+    """Page size and page layout of both modules."""
+    shapes = [demand.geometry.shape(module) for module in MODULES]
+    low, high = demand.stored_bits
+    base = choose_base_bits(shapes, low, high)
+    kv = [token_bytes(layer, demand.kv_dtype) for layer in demand.kv.stored]
+    page = demand.page_bytes
+    if page is None:
+        drafts = [BlockLayout(shape, low, high, base, 1) for shape in shapes]
+        regions = [(size, 1) for draft in drafts for size in draft.regions()]
+        page = choose_page_bytes(regions, kv)
+    elif any(size > page for size in kv):
+        raise BudgetError(f"a page of {page} bytes does not hold one token: {max(kv)} bytes")
+    gate_up, down = (BlockLayout(shape, low, high, base, page) for shape in shapes)
+    return gate_up, down
+
+
+def _kv_groups(demand: Demand, page: int) -> list[int]:
+    return [page // token_bytes(layer, demand.kv_dtype) for layer in demand.kv.stored]
+
+
+def _kv_pages(demand: Demand, page: int, tokens: int) -> int:
+    return sum(-(-tokens // per_page) for per_page in _kv_groups(demand, page))
+
+
+def _tokens_that_fit(demand: Demand, page: int, pages: int) -> int:
+    """Longest sequence whose KV fits in so many pages."""
+    low, high = 0, max(0, pages) * max(_kv_groups(demand, page), default=0)
+    while low < high:
+        middle = (low + high + 1) // 2
+        if _kv_pages(demand, page, middle) <= pages:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def _kv_table_bytes(demand: Demand, page: int, tokens: int) -> int:
+    return demand.max_num_seqs * _kv_pages(demand, page, tokens) * 4
+
+
+def _weight_table_bytes(geometry: ExpertGeometry, layouts: tuple[BlockLayout, BlockLayout]) -> int:
+    pairs = len(geometry.layers) * geometry.experts
+    per_block = [2 + lay.max_bits * lay.plane_pages + lay.max_lut_pages for lay in layouts]
+    return pairs * sum(per_block) * 4
