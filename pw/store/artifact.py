@@ -24,7 +24,8 @@ from pw.store.files import (
     sha256_file,
     tree_sizes,
 )
-from pw.store.manifest import MANIFEST, Checksums, Manifest, load, to_bytes
+from pw.store.manifest import MANIFEST, Checksums, Manifest, to_bytes
+from pw.store.manifest_reader import load
 from pw.store.planes import PayloadLayout, Shard, crc, lut_part, plane_part
 from pw.store.tables import Table, TableFolder
 from pw_kernels.bitplane import padded_rows
@@ -88,7 +89,7 @@ class Artifact:
     @property
     def lut_dtype(self) -> torch.dtype:
         """Type of LUT entries, bfloat16 or float16."""
-        return lut_torch_dtype(self.manifest.lut_dtype)
+        return self._layout.lut_dtype
 
     @property
     def dense_file(self) -> Path:
@@ -242,11 +243,6 @@ class Artifact:
 
     def _save(self, manifest: Manifest) -> None:
         replace_file(self.path / MANIFEST, to_bytes(manifest))
-
-
-def lut_torch_dtype(name: str) -> torch.dtype:
-    """The torch type of a manifest's `lut_dtype`."""
-    return {"bfloat16": torch.bfloat16, "float16": torch.float16}[name]
 
 
 def missing_artifact(path: Path) -> StoreError:

@@ -13,7 +13,7 @@ from pw.store.manifest import plain
 from pw.store.planes import LUTS, PLANES, PayloadLayout
 from pw.store.tables import TABLES, group_name
 
-COVERAGE = ("ok", "thin", "dead")  # value of `class` in the table `moments`: its index here
+COVERAGE = ("dead", "thin", "ok")  # meaning of the values 0, 1, 2 of `coverage` in `moments`
 
 
 def describe(artifact: Artifact) -> dict[str, Any]:
@@ -72,11 +72,10 @@ def _coverage(artifact: Artifact) -> dict[str, Any] | None:
     """How many experts calibration reached, in all and per layer; None before calibration."""
     if not artifact.has_table("moments"):
         return None
-    arrays = artifact.table("moments").arrays
-    if "class" not in arrays:
+    coverage = artifact.table("moments").arrays.get("coverage")  # [L, E]
+    if coverage is None or coverage.ndim != 2:
         return None
-    classes = arrays["class"]  # [L, E]
-    counts = {name: np.sum(classes == i, axis=1) for i, name in enumerate(COVERAGE)}
+    counts = {name: np.sum(coverage == i, axis=1) for i, name in enumerate(COVERAGE)}
     return {
         name: {"experts": int(count.sum()), "per_layer": count.tolist()}
         for name, count in counts.items()

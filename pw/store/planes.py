@@ -19,8 +19,10 @@ from typing import Any
 
 import google_crc32c
 import numpy as np
+import torch
 import zarr
 from numpy.typing import NDArray
+from torch import Tensor
 
 from pw.blocks import MODULES, BlockKey, ExpertGeometry, Module
 from pw.store.files import write_file
@@ -85,6 +87,7 @@ class PayloadLayout:
         self.geometry: ExpertGeometry = manifest.geometry
         self.widths = manifest.widths
         self.planes = manifest.max_bits
+        self.lut_dtype: torch.dtype = getattr(torch, manifest.lut_dtype)
         self.plane_bytes: dict[Module, int] = {}
         self.lut_bytes: dict[tuple[Module, int], int] = {}
         for module in MODULES:
@@ -136,6 +139,44 @@ class PayloadLayout:
         return names
 
 
+def plane_words(layout: PayloadLayout, module: Module, planes: Tensor) -> NDArray[np.uint32]:
+    """Planes [E, B, tiles, 128] int32 of one (layer, module) as words on the host, checked.
+
+    Raises:
+        ValueError: Wrong shape or dtype.
+    """
+    shape = layout.geometry.shape(module)
+    tiles = tile_count(shape.rows, shape.cols)
+    expected = (layout.geometry.experts, layout.planes, tiles, TILE_WORDS)
+    if tuple(planes.shape) != expected or planes.dtype != torch.int32:
+        raise ValueError(f"planes {tuple(planes.shape)} {planes.dtype}, need {expected} int32")
+    return planes.cpu().contiguous().numpy().view(np.uint32)
+
+
+def lut_words(
+    layout: PayloadLayout, module: Module, luts: Mapping[int, Tensor]
+) -> dict[int, NDArray[np.uint16]]:
+    """LUTs [E, N or N padded, 2^b] by width as 16-bit words, rows padded with zeros.
+
+    Raises:
+        ValueError: Wrong widths, shapes or dtype.
+    """
+    rows, experts = layout.geometry.shape(module).rows, layout.geometry.experts
+    if sorted(luts) != list(layout.widths):
+        raise ValueError(f"LUT widths {sorted(luts)}, need {list(layout.widths)}")
+    words = {}
+    for bits in layout.widths:
+        table = luts[bits]
+        allowed = [(experts, n, 1 << bits) for n in (rows, padded_rows(rows))]
+        if tuple(table.shape) not in allowed or table.dtype != layout.lut_dtype:
+            found = f"{tuple(table.shape)} {table.dtype}"
+            raise ValueError(f"LUT {found}, need {allowed[0]} {layout.lut_dtype}")
+        padded = table.new_zeros(allowed[1], device="cpu")
+        padded[:, : table.shape[1]] = table
+        words[bits] = padded.view(torch.int16).numpy().view(np.uint16)
+    return words
+
+
 def write_groups(root: Path) -> None:
     """Make the two empty zarr groups, or find them as an earlier run left them."""
     for group in (PLANES, LUTS):
@@ -149,13 +190,13 @@ def write_arrays(
     module: Module,
     planes: NDArray[np.uint32],  # [E, B, tiles, 128]
     luts: Mapping[int, NDArray[np.uint16]],  # width -> [E, N padded, 2^b], kernel order
-    lut_dtype: str,
 ) -> BlockSums:
     """Write the arrays of one (layer, module) below `stage`; return their checksums."""
     name = blocks_name(layer, module)
     shape = layout.geometry.shape(module)
     tiles = tile_count(shape.rows, shape.cols)
     experts = layout.geometry.experts
+    entry_type = {"dtype": str(layout.lut_dtype).removeprefix("torch.")}  # zarr knows no bfloat16
     _write_metadata(stage / PLANES / name, (experts, layout.planes, tiles, TILE_WORDS), 0, "uint32")
     jobs: list[tuple[Shard, NDArray[Any], Callable[[int], str]]] = [
         (layout.plane_shard(layer, module, expert), planes[expert], plane_part)
@@ -164,7 +205,13 @@ def write_arrays(
     for bits, table in luts.items():
         shape_of_table = (experts, padded_rows(shape.rows), 1 << bits)
         folder = stage / LUTS / f"{name}.{bits}"
-        _write_metadata(folder, shape_of_table, None, "uint16", {"dtype": lut_dtype})
+        _write_metadata(
+            folder,
+            shape_of_table,
+            None,
+            "uint16",
+            {"dtype": str(layout.lut_dtype).removeprefix("torch.")},
+        )
         jobs.append((layout.lut_shard(layer, module, bits), table, lut_part))
     with ThreadPoolExecutor(_WRITERS) as pool:
         sums = list(pool.map(lambda job: _write_shard(stage, *job), jobs))

@@ -16,7 +16,8 @@ from pw.blocks import BlockKey
 from pw.errors import StoreError
 from pw.store.artifact import Artifact, expected_sizes
 from pw.store.files import open_regular, read_exact, sha256_file, tree_sizes
-from pw.store.manifest import MANIFEST, BlockSums, Manifest, load
+from pw.store.manifest import MANIFEST, BlockSums, Manifest
+from pw.store.manifest_reader import load
 from pw.store.planes import PLANES, PayloadLayout, Shard, crc, lut_part, plane_part, shard_trailer
 from pw.store.tables import stale_inputs
 

@@ -16,7 +16,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import re
 import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -24,7 +23,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import numpy as np
 import torch
 from numpy.typing import NDArray
 from safetensors import SafetensorError
@@ -34,7 +32,7 @@ from torch import Tensor
 import pw
 from pw.blocks import ExpertGeometry, Module
 from pw.errors import StoreError
-from pw.store.artifact import DENSE, QUANTIZE, Artifact, lut_torch_dtype
+from pw.store.artifact import DENSE, QUANTIZE, Artifact
 from pw.store.files import (
     WriteLock,
     disk_errors,
@@ -58,15 +56,22 @@ from pw.store.manifest import (
     StageRecord,
     blocks_name,
     canonical_json,
-    load,
     plain,
-    sums_from_json,
     sums_to_json,
     to_bytes,
 )
-from pw.store.planes import LUTS, PLANES, PayloadLayout, write_arrays, write_groups
-from pw.store.tables import Table, TableFolder, refuse_changes
-from pw_kernels.bitplane import TILE_WORDS, padded_rows, tile_count
+from pw.store.manifest_reader import FILE_NAME, load, sums_from_json
+from pw.store.planes import (
+    LUTS,
+    PLANES,
+    PayloadLayout,
+    lut_words,
+    plane_words,
+    write_arrays,
+    write_groups,
+)
+from pw.store.publish import BUILD, make_folder, refuse_other, refuse_other_tool, swap_in
+from pw.store.tables import Table, TableFolder
 
 MODEL_FILES = (
     "config.json",
@@ -82,9 +87,7 @@ MODEL_FILES = (
     "chat_template.json",
 )
 
-_BUILD = ".build"
 _RECORD_LIMIT = 1 << 26  # bytes of a checksum record
-_FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]{0,127}")
 
 
 class ArtifactWriter:
@@ -97,7 +100,7 @@ class ArtifactWriter:
     def __init__(self, path: Path, folder: Path, manifest: Manifest, lock: WriteLock) -> None:
         self.path = path
         self._folder = folder
-        self._build = folder / _BUILD
+        self._build = folder / BUILD
         self._layout = PayloadLayout(manifest)
         self._lock = lock
         self._tables = TableFolder(folder, manifest, self._save)
@@ -143,7 +146,7 @@ class ArtifactWriter:
             stages={QUANTIZE: StageRecord(plain(settings), {})},
         )
         lock = WriteLock(path)
-        _make_folder(path.parent)
+        make_folder(path.parent)
         lock.acquire()
         try:
             return cls._open_locked(path, manifest, lock, overwrite)
@@ -157,20 +160,20 @@ class ArtifactWriter:
     ) -> ArtifactWriter:
         partial = path.with_name(f"{path.name}.partial")
         if (partial / MANIFEST).exists():  # killed between the manifest and the rename
-            _swap_in(partial, path)
+            swap_in(partial, path)
         if (path / MANIFEST).exists() and not overwrite:
             finished = Artifact.open(path).manifest
-            _refuse_other(path, finished, wanted)
+            refuse_other(path, finished, wanted)
             return cls(path, path, finished, lock)
         if path.exists() and not overwrite:
             raise StoreError(f"output exists and is not an artifact: `{path}`", "remove it first")
         if overwrite:
             remove_tree(partial)
-        draft = partial / _BUILD / "draft.json"
+        draft = partial / BUILD / "draft.json"
         if draft.exists():
             found = load(draft)
-            _refuse_other(partial, found, wanted)
-            _refuse_other_tool(partial, found, wanted)
+            refuse_other(partial, found, wanted)
+            refuse_other_tool(partial, found, wanted)
             wanted = found
         writer = cls(path, partial, wanted, lock)
         writer._prepare(fresh=not draft.exists())
@@ -251,13 +254,12 @@ class ArtifactWriter:
         """
         if self.done(layer, module):
             return
-        plane_words = self._plane_words(module, planes)
-        tables = self._lut_words(module, luts)
+        words = plane_words(self._layout, module, planes)
+        tables = lut_words(self._layout, module, luts)
         stage = self._build / "stage" / blocks_name(layer, module)
         with disk_errors(self._folder, self.bytes_needed()):
             remove_tree(stage)
-            dtype = self.manifest.lut_dtype
-            sums = write_arrays(stage, self._layout, layer, module, plane_words, tables, dtype)
+            sums = write_arrays(stage, self._layout, layer, module, words, tables)
             fsync_tree(stage)
             for group in (PLANES, LUTS):
                 for array in sorted((stage / group).iterdir()):
@@ -267,40 +269,6 @@ class ArtifactWriter:
             replace_file(self._record(layer, module), canonical_json(sums_to_json(sums)))
             remove_tree(stage)
         self._done[layer, module] = sums
-
-    def _plane_words(self, module: Module, planes: Tensor) -> NDArray[np.uint32]:
-        shape = self._layout.geometry.shape(module)
-        expected = (
-            self._layout.geometry.experts,
-            self._layout.planes,
-            tile_count(shape.rows, shape.cols),
-            TILE_WORDS,
-        )
-        if tuple(planes.shape) != expected or planes.dtype != torch.int32:
-            raise ValueError(f"planes {tuple(planes.shape)} {planes.dtype}, need {expected} int32")
-        return planes.cpu().contiguous().numpy().view(np.uint32)
-
-    def _lut_words(
-        self, module: Module, luts: Mapping[int, Tensor]
-    ) -> dict[int, NDArray[np.uint16]]:
-        """LUTs as 16-bit words, rows padded with zeros, widths ascending."""
-        rows, experts = self._layout.geometry.shape(module).rows, self._layout.geometry.experts
-        if sorted(luts) != list(self._layout.widths):
-            raise ValueError(f"LUT widths {sorted(luts)}, need {list(self._layout.widths)}")
-        words = {}
-        for bits in self._layout.widths:
-            table = luts[bits]
-            allowed = [(experts, n, 1 << bits) for n in (rows, padded_rows(rows))]
-            if tuple(table.shape) not in allowed or table.dtype != self._lut_dtype:
-                raise ValueError(f"LUT {tuple(table.shape)} {table.dtype}, need {allowed[0]}")
-            padded = table.new_zeros(allowed[1], device="cpu")
-            padded[:, : table.shape[1]] = table
-            words[bits] = padded.view(torch.int16).numpy().view(np.uint16)
-        return words
-
-    @property
-    def _lut_dtype(self) -> torch.dtype:
-        return lut_torch_dtype(self.manifest.lut_dtype)
 
     def write_dense(self, tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> None:
         """Write every tensor that is not a routed expert, byte for byte, to one safetensors file.
@@ -331,7 +299,7 @@ class ArtifactWriter:
         """
         found = [name for name in names if (Path(source) / name).is_file()]
         for name in found:
-            if not _FILE_NAME.fullmatch(name):
+            if not FILE_NAME.fullmatch(name):
                 raise ValueError(f"not a plain file name: {name!r}")
         missing = [name for name in found if name not in self.manifest.files]
         scratch = {name: self._build / name for name in missing}
@@ -394,7 +362,7 @@ class ArtifactWriter:
                 with disk_errors(self._folder, 0):
                     manifest = self._final_manifest(plain(report or {}))
                     replace_file(self._folder / MANIFEST, to_bytes(manifest))
-                    _swap_in(self._folder, self.path)
+                    swap_in(self._folder, self.path)
             return Artifact.open(self.path)
 
     def _check_complete(self) -> None:
@@ -430,45 +398,3 @@ class ArtifactWriter:
         """Make a manifest durable: the draft, or the real one when tables are added afterwards."""
         target = self.path / MANIFEST if self.complete else self._build / "draft.json"
         replace_file(target, to_bytes(manifest))
-
-
-def _make_folder(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise StoreError(f"cannot make folder `{folder}`: {error.strerror}") from error
-
-
-def _swap_in(partial: Path, path: Path) -> None:
-    """Put a folder with a valid manifest in its final place; can be repeated after a kill."""
-    load(partial / MANIFEST)
-    remove_tree(partial / _BUILD)
-    fsync_folder(partial)
-    old = path.with_name(f"{path.name}.old")
-    remove_tree(old)
-    if path.exists():
-        os.rename(path, old)
-    os.rename(partial, path)
-    fsync_folder(path.parent)
-    remove_tree(old)
-
-
-def _identity(manifest: Manifest) -> dict[str, Any]:
-    """What must be equal for two runs to give the same bytes."""
-    return {
-        "settings": dict(manifest.stages[QUANTIZE].settings),
-        "model": {"files": dict(manifest.model.files), "architecture": manifest.model.architecture},
-        "geometry": plain(manifest.geometry),
-        "min_bits": manifest.min_bits,
-        "max_bits": manifest.max_bits,
-        "lut_dtype": manifest.lut_dtype,
-    }
-
-
-def _refuse_other(folder: Path, found: Manifest, wanted: Manifest) -> None:
-    refuse_changes(folder, QUANTIZE, _identity(found), _identity(wanted))
-
-
-def _refuse_other_tool(folder: Path, found: Manifest, wanted: Manifest) -> None:
-    old, new = {"tool_version": found.tool_version}, {"tool_version": wanted.tool_version}
-    refuse_changes(folder, QUANTIZE, old, new)
