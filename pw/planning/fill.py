@@ -85,21 +85,23 @@ def fill_target(ladder: Ladder, rungs: IntArray, target: int, room: LayerRoom | 
 def refund(ladder: Ladder, rungs: IntArray, target: int) -> IntArray:
     """Undo jumps, most damage first, while the release stays at or above `target`."""
     result = rungs.copy()
-    at_x, at_y = ladder.at(result)
-    rung = np.arange(len(ladder.x))[:, None]
-    moved = np.flatnonzero(result > ladder.start)
-    x, y, start = ladder.x[:, moved], ladder.y[:, moved], ladder.start[moved]
-    at_x, at_y = at_x[moved], at_y[moved]
+    at_x, at_y = ladder.at(rungs)
     spare = float(at_x.sum() - target)
-    while spare > 0 and len(moved):
-        back = (rung >= start) & (rung < result[moved]) & (at_x - x <= spare)
+    if spare <= 0:
+        return result
+    back_one, _ = ladder.at(np.maximum(rungs - 1, 0))
+    near = np.flatnonzero((rungs > ladder.start) & (at_x - back_one <= spare))
+    rung = np.arange(len(ladder.x))[:, None]
+    x, y, at_x, at_y = ladder.x[:, near], ladder.y[:, near], at_x[near], at_y[near]
+    while len(near):
+        back = (rung < result[near]) & (at_x - x <= spare)  # rungs before the start move nothing
         saved = np.where(back, at_y - y, 0.0)
         best, column = np.unravel_index(int(saved.argmax()), saved.shape)
         if saved[best, column] <= 0:
             break
         spare -= float(at_x[column] - x[best, column])
         at_x[column], at_y[column] = x[best, column], y[best, column]
-        result[moved[column]] = best
+        result[near[column]] = max(best, ladder.start[near[column]])
     return result
 
 

@@ -28,6 +28,16 @@ IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
 BoolArray = npt.NDArray[np.bool_]
 
+_SAMPLE = 17  # odd, so that a sample meets both modules and all rungs
+_HIGHEST = float(np.finfo(np.float64).max)  # of a step that exists
+
+
+def pick(table: FloatArray, rows: IntArray) -> FloatArray:
+    """Entries [n] of a contiguous table [W, n], one row per column."""
+    columns = table.shape[1]
+    entries: FloatArray = np.take(table, rows * columns + np.arange(columns))
+    return entries
+
 
 def hull_slopes(x: FloatArray, y: FloatArray, empty: float) -> FloatArray:
     """Slope of the lower convex hull over each interval between neighbouring rungs.
@@ -47,8 +57,10 @@ def hull_slopes(x: FloatArray, y: FloatArray, empty: float) -> FloatArray:
         apart = x[i + 1 :] - x[i]  # [W - 1 - i, n], against every later point
         pair = np.full_like(apart, empty)
         np.divide(y[i + 1 :] - y[i], apart, out=pair, where=apart > 0)
-        least = np.minimum.accumulate(pair[::-1], axis=0)[::-1]  # over j > k
-        np.maximum(slopes[i:], least, out=slopes[i:])
+        least = pair[-1]
+        for k in range(rungs - 2, i - 1, -1):
+            least = np.minimum(least, pair[k - i])  # over j > k
+            np.maximum(slopes[k], least, out=slopes[k])
     return slopes
 
 
@@ -76,22 +88,20 @@ class Ladder:
         """
         top = len(cost) - 1
         start, stop = top - bits, top - np.minimum(floors, bits)
-        column = np.arange(len(bits))
-        x = cost[bits, column] - cost[::-1]
-        y = damage[::-1] - damage[bits, column]
-        np.clip(x, 0, x[stop, column], out=x)
-        np.clip(y, 0, y[stop, column], out=y)
+        x = pick(cost, bits) - cost[::-1]
+        y = damage[::-1] - pick(damage, bits)
+        np.clip(x, 0, pick(x, stop), out=x)
+        np.clip(y, 0, pick(y, stop), out=y)
         return cls(x, y, start, stop, down=True)
 
     @classmethod
     def climb(cls, cost: FloatArray, damage: FloatArray, bits: IntArray, ceil: IntArray) -> Ladder:
         """Ladder from each committed width to its ceiling; arguments as of `descend`."""
         start, stop = bits, np.maximum(ceil, bits)
-        column = np.arange(len(bits))
-        x = cost - cost[bits, column]
-        y = damage - damage[bits, column]
-        np.clip(x, 0, x[stop, column], out=x)
-        np.clip(y, y[stop, column], 0, out=y)
+        x = cost - pick(cost, bits)
+        y = damage - pick(damage, bits)
+        np.clip(x, 0, pick(x, stop), out=x)
+        np.clip(y, pick(y, stop), 0, out=y)
         return cls(x, y, start, stop, down=False)
 
     def slopes(self) -> FloatArray:
@@ -102,8 +112,7 @@ class Ladder:
 
     def at(self, rungs: IntArray) -> tuple[FloatArray, FloatArray]:
         """Bytes and damage [n] of every block at one rung each."""
-        column = np.arange(len(rungs))
-        return self.x[rungs, column], self.y[rungs, column]
+        return pick(self.x, rungs), pick(self.y, rungs)
 
     def width_index(self, rungs: IntArray) -> IntArray:
         """Index [n] of the width that each rung stands for."""
@@ -121,19 +130,19 @@ class Steps:
     y: FloatArray  # [S] damage of the step
 
     @classmethod
-    def of(cls, ladder: Ladder, slopes: FloatArray) -> Steps:
-        """Sort the steps whose slope is not `inf`."""
-        flat = slopes.T.ravel()  # block-major: a tie keeps block order, and rung order within one
-        wanted = np.flatnonzero(flat < np.inf)
-        chosen = wanted[_stable_argsort(flat[wanted])]
-        block, rung = np.divmod(chosen, len(slopes))
-        return cls(
-            block,
-            rung,
-            flat[chosen],
-            ladder.x[rung + 1, block] - ladder.x[rung, block],
-            ladder.y[rung + 1, block] - ladder.y[rung, block],
+    def of(cls, ladder: Ladder, slopes: FloatArray, enough: float = np.inf) -> Steps:
+        """Sort the steps whose slope is not `inf`; leave out dear ones once the cheap ones have
+        `enough` bytes.
+        """
+        # Block-major, so that a tie keeps block order, and rung order within a block.
+        flat, x, y = (
+            table.T.ravel()
+            for table in (slopes, np.diff(ladder.x, axis=0), np.diff(ladder.y, axis=0))
         )
+        wanted = np.flatnonzero(flat <= _price_limit(flat, x, enough))
+        chosen = wanted[_stable_argsort(flat[wanted])]
+        block = chosen // len(slopes)
+        return cls(block, chosen - block * len(slopes), flat[chosen], x[chosen], y[chosen])
 
     def only(self, keep: BoolArray | IntArray | slice) -> Steps:
         """A subset, or another order."""
@@ -157,9 +166,24 @@ class Steps:
 
 
 def _stable_argsort(values: FloatArray) -> IntArray:
-    """`np.argsort(values, kind="stable")` by two vectorised sorts, several times faster."""
+    """`np.argsort(values, kind="stable")` by one or two vectorised sorts: up to 4 x faster."""
     order = np.argsort(values)
     ordered = values[order]
-    rank = np.zeros(len(values), dtype=np.int64)
-    np.cumsum(ordered[1:] != ordered[:-1], out=rank[1:])
-    return np.asarray(np.sort(rank * len(values) + order) % max(len(values), 1))
+    differ = ordered[1:] != ordered[:-1]
+    if differ.all():
+        return order
+    rank = np.concatenate(([0], np.cumsum(differ)))
+    return np.asarray(np.sort(rank * len(values) + order) % len(values))
+
+
+def _price_limit(slopes: FloatArray, x: FloatArray, enough: float) -> float:
+    """A price at or below which all steps together have `enough` bytes, guessed from a sample so
+    that few need sorting; the highest finite price when there is no such guess.
+    """
+    if enough < np.inf:
+        sample, sample_x = slopes[::_SAMPLE], x[::_SAMPLE]
+        order = np.argsort(sample)
+        guess = np.searchsorted(np.cumsum(sample_x[order]), 1.25 * enough / _SAMPLE)
+        if guess < len(order) and x[slopes <= (limit := sample[order[guess]])].sum() >= enough:
+            return min(float(limit), _HIGHEST)
+    return _HIGHEST
