@@ -58,6 +58,10 @@ class Tokenizer:
         )
         return text
 
+    def spelling(self, token_id: int) -> str:
+        """The vocabulary's own form of one token, e.g. `Ġthe` or `<0xE2>`; "" if it has none."""
+        return self.inner.convert_ids_to_tokens(token_id) or ""
+
     def render_chat(
         self,
         messages: Sequence[Mapping[str, Any]],

@@ -1,0 +1,1 @@
+"""OpenAI-compatible HTTP server: FastAPI app, schemas, limits, metrics, uvicorn runner."""

@@ -1,0 +1,52 @@
+"""Puts the app together: routes, middleware, error handlers, the engine's start and stop."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from fastapi import FastAPI
+
+from pw import __version__
+from pw.serving.context import ServingConfig, ServingContext
+from pw.serving.endpoints import generation_router
+from pw.serving.engine_protocol import AsyncEngineProtocol, TokenizerProtocol
+from pw.serving.errors import install_error_handlers
+from pw.serving.limits import BodyLimit
+from pw.serving.middleware import HttpMetrics, RequestIdentity, RequireKey
+from pw.serving.operations import operations_router
+
+
+def create_app(
+    engine: AsyncEngineProtocol, tokenizer: TokenizerProtocol, config: ServingConfig
+) -> FastAPI:
+    """An ASGI app that serves one engine; `app.state.context` is its `ServingContext`.
+
+    Args:
+        engine: Started when the app starts, stopped when it stops.
+        tokenizer: The model's; used on one thread of the app's own.
+        config: Names, limits, keys.
+    """
+    context = ServingContext(engine, tokenizer, config)
+
+    @asynccontextmanager
+    async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
+        engine.start()
+        yield
+        context.gate.draining = True
+        context.encoder.close()
+        await engine.shutdown(0)
+
+    app = FastAPI(title="PagedWeight", version=__version__, lifespan=lifespan)
+    app.state.context = context
+    retry_after = config.limits.retry_after_seconds
+    install_error_handlers(app, retry_after=retry_after, on_refusal=context.metrics.rejected)
+    app.include_router(generation_router(context))
+    app.include_router(operations_router(context))
+    # The last one added is the outermost.
+    app.add_middleware(BodyLimit, max_bytes=config.limits.max_body_bytes)
+    if config.api_keys:
+        app.add_middleware(RequireKey, keys=config.api_keys, retry_after=retry_after)
+    app.add_middleware(HttpMetrics, metrics=context.metrics)
+    app.add_middleware(RequestIdentity)
+    return app

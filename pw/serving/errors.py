@@ -1,0 +1,138 @@
+"""Every failure as OpenAI's `{"error": {...}}`, those of the framework included."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+from http import HTTPStatus
+from typing import Any
+
+import orjson
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
+
+from pw.errors import RequestError
+
+logger = logging.getLogger("pw.serving")
+
+MAX_MESSAGE_CHARS = 1000
+CLIENT_CLOSED_REQUEST = 499  # never reaches the client; for logs and metrics
+
+_CODES = {
+    400: "invalid_value",
+    404: "not_found",
+    405: "method_not_allowed",
+    413: "request_too_large",
+}
+
+
+class JsonResponse(Response):
+    """JSON through orjson, which writes no NaN or Infinity. Integer keys become strings."""
+
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        """Serialize one JSON value."""
+        return orjson.dumps(content, option=orjson.OPT_NON_STR_KEYS)
+
+
+class GenerationError(Exception):
+    """The engine gave a sequence up for a reason that is not the client's; a 500."""
+
+
+def error_body(error: Exception) -> dict[str, Any]:
+    """OpenAI's error object; what is not meant for users becomes "internal error"."""
+    if isinstance(error, RequestError):
+        text = f"{error.message} (hint: {error.hint})" if error.hint else error.message
+        kind = "invalid_request_error" if error.status < 500 else "server_error"
+        fields = {"type": kind, "param": error.param, "code": error.code}
+    else:
+        text = (
+            f"generation failed: {error}"
+            if isinstance(error, GenerationError)
+            else "internal error"
+        )
+        fields = {"type": "server_error", "param": None, "code": "server_error"}
+    return {"error": {"message": text[:MAX_MESSAGE_CHARS], **fields}}
+
+
+def error_response(
+    error: Exception, *, retry_after: int, headers: Mapping[str, str] | None = None
+) -> JsonResponse:
+    """The response for a failure before the first byte of an answer."""
+    status = error.status if isinstance(error, RequestError) else 500
+    extra = dict(headers or {})
+    if status == 503:
+        extra["retry-after"] = str(retry_after)
+    elif status == 500:
+        extra["x-should-retry"] = "false"  # it would fail again; clients retry a 500 by default
+    return JsonResponse(error_body(error), status, extra)
+
+
+def install_error_handlers(
+    app: FastAPI, *, retry_after: int, on_refusal: Callable[[str], None]
+) -> None:
+    """Answer every exception of the app in OpenAI's shape.
+
+    Args:
+        app: The app to change.
+        retry_after: Seconds that a 503 asks clients to wait.
+        on_refusal: Called with the code of each refused request, for metrics.
+    """
+
+    async def refused(_request: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestError)
+        on_refusal(error.code)
+        headers = {"www-authenticate": "Bearer"} if error.status == 401 else None
+        return error_response(error, retry_after=retry_after, headers=headers)
+
+    async def invalid(request: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestValidationError)
+        return await refused(request, validation_error(error))
+
+    async def framework(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        return error_response(
+            framework_error(request, error), retry_after=retry_after, headers=error.headers
+        )
+
+    async def gone(_request: Request, _error: Exception) -> Response:
+        return Response(status_code=CLIENT_CLOSED_REQUEST)
+
+    async def bug(request: Request, error: Exception) -> Response:
+        # Starlette raises the error again after this answer, so that its traceback is logged.
+        headers = {"x-request-id": request.scope.get("pw.request_id", "")}
+        return error_response(error, retry_after=retry_after, headers=headers)
+
+    handlers: dict[type[Exception], Callable[[Request, Exception], Awaitable[Response]]] = {
+        RequestError: refused,
+        RequestValidationError: invalid,
+        HTTPException: framework,
+        ClientDisconnect: gone,
+        Exception: bug,
+    }
+    for kind, handler in handlers.items():
+        app.add_exception_handler(kind, handler)
+
+
+def validation_error(error: RequestValidationError) -> RequestError:
+    """The first complaint of pydantic, in one line without the client's input."""
+    first = error.errors()[0]
+    path = [str(part) for part in first["loc"][1:]]
+    if first["type"] == "json_invalid":
+        return RequestError(f"body is not JSON: {first['ctx']['error']}")
+    if not path:
+        return RequestError("body must be a JSON object with content-type application/json")
+    message = first["msg"].removeprefix("Value error, ")
+    return RequestError(f"{'.'.join(path)}: {message}", param=path[0])
+
+
+def framework_error(request: Request, error: HTTPException) -> RequestError:
+    """An unknown route, a wrong method, a body that is too large."""
+    status, message = error.status_code, str(error.detail)
+    if status in (404, 405):
+        message = f"{HTTPStatus(status).phrase.lower()}: {request.method} {request.url.path}"
+    return RequestError(message, code=_CODES.get(status, "invalid_value"), status=status)

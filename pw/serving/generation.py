@@ -1,0 +1,178 @@
+"""The sequences of one HTTP request while the engine runs them: merged, timed, cleaned up."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from typing import Any
+
+from pw.engine.request import RequestOutput, SamplingParams
+from pw.errors import RequestError
+from pw.serving.engine_protocol import AsyncEngineProtocol
+from pw.serving.errors import GenerationError
+from pw.serving.limits import shutting_down
+from pw.serving.metrics import SequenceTimer, ServingMetrics
+from pw.serving.prompts import EncodedPrompt
+
+logger = logging.getLogger("pw.serving")
+
+
+@dataclass(frozen=True)
+class SequenceSpec:
+    """One choice of one prompt."""
+
+    prompt: EncodedPrompt
+    params: SamplingParams
+
+
+def choices_of(prompts: list[EncodedPrompt], params: SamplingParams, n: int) -> list[SequenceSpec]:
+    """All sequences of a request, prompt by prompt; their place is the choice's `index`.
+
+    Choice i of a prompt is seeded with `seed + i`, so it depends on neither the other prompts of
+    the call nor on `n`.
+    """
+    return [
+        SequenceSpec(prompt, _with_seed(params, choice))
+        for prompt in prompts
+        for choice in range(n)
+    ]
+
+
+def check_context(prompts: list[EncodedPrompt], params: SamplingParams, max_model_len: int) -> None:
+    """Refuse prompts that leave no room for what they ask for.
+
+    Raises:
+        RequestError: `context_length_exceeded`, with the numbers.
+    """
+    for prompt in prompts:
+        tokens = len(prompt.token_ids)
+        wanted = params.max_tokens if params.max_tokens is not None else 1
+        if tokens + wanted > max_model_len:
+            raise RequestError(
+                f"context length is {max_model_len} tokens, but the request needs "
+                f"{tokens + wanted}: {tokens} in the prompt and {wanted} to generate",
+                code="context_length_exceeded",
+                param="max_tokens" if tokens < max_model_len else "prompt",
+            )
+
+
+class Generation:
+    """Runs sequences and yields `(index, output)` in order of arrival until all have finished.
+
+    Use as an async context manager: leaving it aborts what still runs, and logs one line.
+
+    Args:
+        engine: Runs the sequences.
+        metrics: Counts and times them.
+        open_generations: This one is in it while it runs, so that a server can end them all.
+        request_id: Prefix of the engine's ids; unique in this process.
+        sequences: What to run.
+    """
+
+    def __init__(
+        self,
+        engine: AsyncEngineProtocol,
+        metrics: ServingMetrics,
+        open_generations: set[Generation],
+        request_id: str,
+        sequences: list[SequenceSpec],
+    ) -> None:
+        self._engine = engine
+        self._open = open_generations
+        self.request_id = request_id
+        self._sequences = sequences
+        self._timers = [SequenceTimer(metrics, len(s.prompt.token_ids)) for s in sequences]
+        self._outputs: asyncio.Queue[tuple[int, RequestOutput] | Exception] = asyncio.Queue()
+        self._running = len(sequences)
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def __aenter__(self) -> Generation:
+        self._open.add(self)
+        self._tasks = [
+            asyncio.create_task(self._pump(index, spec))
+            for index, spec in enumerate(self._sequences)
+        ]
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._open.discard(self)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for timer in self._timers:
+            timer.close()
+        self._log()
+
+    def __aiter__(self) -> Generation:
+        return self
+
+    async def __anext__(self) -> tuple[int, RequestOutput]:
+        """The next output.
+
+        Raises:
+            RequestError: The engine refuses a sequence, or the server stops.
+            GenerationError: The engine failed at a sequence.
+        """
+        if not self._running:
+            raise StopAsyncIteration
+        item = await self._outputs.get()
+        if isinstance(item, Exception):
+            raise item
+        if item[1].finish_reason is not None:
+            self._running -= 1
+        return item
+
+    def fail(self, error: Exception) -> None:
+        """Make the reader's next step raise `error`."""
+        self._outputs.put_nowait(error)
+
+    async def _pump(self, index: int, spec: SequenceSpec) -> None:
+        sequence_id = f"{self.request_id}-{index}"
+        timer = self._timers[index]
+        try:
+            outputs: Any = self._engine.generate(sequence_id, spec.prompt.token_ids, spec.params)
+            async with aclosing(outputs):
+                async for output in outputs:
+                    timer.record(output)
+                    self._outputs.put_nowait(_checked(index, output))
+                    if output.finish_reason is not None:
+                        return
+            raise GenerationError("engine ended the sequence without a reason")
+        except Exception as error:
+            self._outputs.put_nowait(error)
+        finally:
+            if timer.finish_reason is None:
+                self._engine.abort(sequence_id)
+
+    def _log(self) -> None:
+        first = self._timers[0]
+        logger.info(
+            "%s: sequences %d, tokens in %d, out %d, finish %s, ttft %s, e2e %.3f s, "
+            "bits %.2f to %.2f",
+            self.request_id,
+            len(self._timers),
+            sum(timer.prompt_tokens for timer in self._timers),
+            sum(timer.completion_tokens for timer in self._timers),
+            ",".join(sorted({timer.finish_reason or "gone" for timer in self._timers})),
+            "-" if first.first_token_seconds is None else f"{first.first_token_seconds:.3f} s",
+            max(timer.seconds for timer in self._timers),
+            first.first_bits,
+            first.last_bits,
+        )
+
+
+def _checked(index: int, output: RequestOutput) -> tuple[int, RequestOutput] | Exception:
+    """An output, or the error that it stands for: clients know neither "abort" nor "error"."""
+    if output.finish_reason == "error":
+        return GenerationError(output.error or "unknown reason")
+    if output.finish_reason == "abort":
+        return shutting_down()
+    return index, output
+
+
+def _with_seed(params: SamplingParams, choice: int) -> SamplingParams:
+    if params.seed is None or choice == 0:
+        return params
+    return replace(params, seed=(params.seed + choice + 2**63) % 2**64 - 2**63)

@@ -1,0 +1,133 @@
+"""Bounds on what one request and all of them may ask for, and the gate that enforces them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from pw.errors import ConfigError, RequestError
+
+
+@dataclass(frozen=True)
+class ServingLimits:
+    """Every multiplier a client controls has a bound here."""
+
+    max_n: int = 16  # choices per prompt
+    max_sequences: int = 256  # n x prompts of one request
+    max_open_sequences: int = 320  # running and queued, all requests; max-num-seqs + queue
+    max_body_bytes: int = 8 << 20
+    max_messages: int = 4096  # messages of one conversation
+    max_stop_chars: int = 4096  # of all stop strings of one request
+    retry_after_seconds: int = 1
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if value < 1:
+                raise ConfigError(f"{name} must be at least 1: {value}")
+
+    def check_sequences(self, n: int, prompts: int) -> None:
+        """Refuse a request whose choices or prompts are too many.
+
+        Raises:
+            RequestError: With the count and the bound.
+        """
+        if n > self.max_n:
+            raise RequestError(f"n must be at most {self.max_n}: {n}", param="n")
+        if n * prompts > self.max_sequences:
+            raise RequestError(
+                f"n times the number of prompts must be at most {self.max_sequences}: "
+                f"{n} x {prompts}",
+                param="prompt",
+            )
+
+    def check_messages(self, messages: int) -> None:
+        """Refuse a conversation of too many turns.
+
+        Raises:
+            RequestError: With the count and the bound.
+        """
+        if messages > self.max_messages:
+            raise RequestError(
+                f"messages must be at most {self.max_messages}: {messages}", param="messages"
+            )
+
+
+class AdmissionGate:
+    """Counts open sequences: full or draining, it refuses with 503 and `Retry-After`."""
+
+    def __init__(self, limits: ServingLimits) -> None:
+        self._limits = limits
+        self.open_sequences = 0
+        self.draining = False
+
+    @contextmanager
+    def admit(self, sequences: int) -> Iterator[None]:
+        """Hold places for all sequences of a request, or for none.
+
+        Raises:
+            RequestError: 503 when the server drains or its queue is full; 400 when it could
+                never hold so many.
+        """
+        bound = self._limits.max_open_sequences
+        if self.draining:
+            raise shutting_down()
+        if sequences > bound:
+            raise RequestError(
+                f"request has more sequences than the server may queue: {sequences} > {bound}"
+            )
+        if self.open_sequences + sequences > bound:
+            raise RequestError(
+                f"queue is full: {self.open_sequences} of {bound} sequences are open",
+                code="server_overloaded",
+                status=503,
+            )
+        self.open_sequences += sequences
+        try:
+            yield
+        finally:
+            self.open_sequences -= sequences
+
+
+def shutting_down() -> RequestError:
+    """The refusal of a server that drains."""
+    return RequestError("server is shutting down", code="engine_unavailable", status=503)
+
+
+class BodyLimit:
+    """ASGI middleware: a request body over the bound is a 413, declared or streamed."""
+
+    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
+        self._app = app
+        self._max_bytes = max_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on with its body watched."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        header = dict(scope["headers"]).get(b"content-length", b"0")
+        declared = int(header) if header.isdigit() else 0
+        received = 0
+
+        async def limited() -> Message:
+            nonlocal received
+            if declared > self._max_bytes:
+                raise self._too_large()
+            message = await receive()
+            received += len(message.get("body", b""))
+            if received > self._max_bytes:
+                raise self._too_large()
+            return message
+
+        await self._app(scope, limited, send)
+
+    def _too_large(self) -> HTTPException:
+        return HTTPException(
+            413,
+            f"request body must be at most {self._max_bytes} bytes",
+            headers={"connection": "close"},
+        )

@@ -1,0 +1,118 @@
+"""Log-probabilities as the two endpoints spell them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
+from typing import Any
+
+from pw.engine.request import TokenLogprob
+from pw.serving.engine_protocol import TokenizerProtocol
+
+LOGPROB_FLOOR = -9999.0  # stands for -inf, which JSON cannot write
+_BYTE_FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+def _byte_level_alphabet() -> dict[str, int]:
+    """GPT-2's printable stand-in of each byte -> the byte."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(0x100) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {
+        chr(0x100 + place): byte for place, byte in enumerate(others)
+    }
+
+
+class TokenTexts:
+    """Text and bytes of single tokens, remembered."""
+
+    def __init__(self, tokenizer: TokenizerProtocol) -> None:
+        self._tokenizer = tokenizer
+        self._bytes: dict[int, bytes] = {}
+        self._alphabet = _byte_level_alphabet()
+
+    def raw(self, token_id: int) -> bytes:
+        """The bytes a token adds to a text; a part of a character stays a part."""
+        if token_id not in self._bytes:
+            self._bytes[token_id] = self._find(token_id)
+        return self._bytes[token_id]
+
+    def text(self, token_id: int) -> str:
+        r"""The token as JSON can hold it: `bytes:\xNN...` when it is no whole characters."""
+        raw = self.raw(token_id)
+        try:
+            return raw.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+    def _find(self, token_id: int) -> bytes:
+        text = self._tokenizer.decode([token_id], skip_special_tokens=False)
+        spelling = self._tokenizer.spelling(token_id)
+        if match := _BYTE_FALLBACK.fullmatch(spelling):
+            return bytes([int(match[1], 16)])
+        if "\ufffd" in text and all(mark in self._alphabet for mark in spelling):
+            return bytes(self._alphabet[mark] for mark in spelling)
+        if spelling.startswith("▁") and not text.startswith(" "):
+            text = " " + text  # SentencePiece drops the space that opens a text
+        return text.encode()
+
+
+class CompletionLogprobs:
+    """The four parallel lists of `/v1/completions`, with offsets that run on over chunks."""
+
+    def __init__(self, texts: TokenTexts) -> None:
+        self._texts = texts
+        self._offset = 0
+
+    def lists(
+        self,
+        prompt: Iterable[tuple[int, float | None]],
+        sampled: Sequence[TokenLogprob],
+    ) -> dict[str, Any]:
+        """Lists over the next tokens: `(id, logprob)` of the prompt's, then the sampled ones."""
+        rows: list[tuple[int, float | None, TokenLogprob | None]] = [
+            *((token_id, logprob, None) for token_id, logprob in prompt),
+            *((entry.token_id, entry.logprob, entry) for entry in sampled),
+        ]
+        texts = [self._texts.text(token_id) for token_id, _, _ in rows]
+        starts = list(accumulate(map(len, texts), initial=self._offset))
+        self._offset = starts.pop()
+        return {
+            "tokens": texts,
+            "token_logprobs": [None if value is None else finite(value) for _, value, _ in rows],
+            "top_logprobs": [
+                None if entry is None else self._top(text, entry)
+                for text, (_, _, entry) in zip(texts, rows, strict=True)
+            ],
+            "text_offset": starts,
+        }
+
+    def _top(self, text: str, entry: TokenLogprob) -> dict[str, float]:
+        top: dict[str, float] = {}
+        for token_id, logprob in entry.top:  # falling, so that of equal texts the likelier stays
+            top.setdefault(self._texts.text(token_id), finite(logprob))
+        top.setdefault(text, finite(entry.logprob))
+        return top
+
+
+def chat_logprobs(texts: TokenTexts, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
+    """The `logprobs` object of a chat choice."""
+
+    def one(token_id: int, logprob: float) -> dict[str, Any]:
+        return {
+            "token": texts.text(token_id),
+            "logprob": finite(logprob),
+            "bytes": list(texts.raw(token_id)),
+        }
+
+    content = [
+        one(entry.token_id, entry.logprob)
+        | {"top_logprobs": [one(token_id, logprob) for token_id, logprob in entry.top]}
+        for entry in entries
+    ]
+    return {"content": content, "refusal": None}
+
+
+def finite(logprob: float) -> float:
+    """The value, or the floor where it is lower or no number."""
+    return max(LOGPROB_FLOOR, logprob)

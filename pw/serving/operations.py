@@ -1,0 +1,132 @@
+"""Routes for people, dashboards and gateways: models, health, metrics, status, tokenizer."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict
+from typing import Any
+
+from fastapi import APIRouter
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.responses import Response
+
+from pw import __version__
+from pw.errors import RequestError
+from pw.serving.context import ServingContext
+from pw.serving.errors import JsonResponse
+from pw.serving.schemas import DetokenizeRequest, TokenizeRequest
+
+
+def operations_router(context: ServingContext) -> APIRouter:
+    """All routes that do not generate."""
+    router = APIRouter()
+    _add_models(router, context)
+    _add_health(router, context)
+    _add_status(router, context)
+    _add_tokenizer(router, context)
+    return router
+
+
+def _add_models(router: APIRouter, context: ServingContext) -> None:
+    def card(name: str) -> dict[str, Any]:
+        return {
+            "id": name,
+            "object": "model",
+            "created": context.created,
+            "owned_by": "pagedweight",
+            "root": context.model_name,
+            "parent": None,
+            "max_model_len": context.engine.status().max_model_len,
+        }
+
+    @router.get("/v1/models")
+    async def models() -> Response:
+        """The served names."""
+        return JsonResponse(
+            {"object": "list", "data": [card(name) for name in context.config.model_names]}
+        )
+
+    @router.get("/v1/models/{name:path}")
+    async def model(name: str) -> Response:
+        """One served name."""
+        context.check_model(name)
+        return JsonResponse(card(name))
+
+
+def _add_health(router: APIRouter, context: ServingContext) -> None:
+    @router.get("/health/live")
+    async def live() -> Response:
+        """200 as long as the event loop answers."""
+        return Response()
+
+    @router.get("/health")
+    @router.get("/health/ready")
+    @router.get("/ready")
+    @router.get("/ping")
+    async def ready() -> Response:
+        """200 when new requests are taken and served, else 503."""
+        return Response(status_code=200 if context.ready else 503)
+
+
+def _add_status(router: APIRouter, context: ServingContext) -> None:
+    @router.get("/metrics")
+    async def metrics() -> Response:
+        """Prometheus' text format."""
+        return Response(context.metrics.render(), media_type=CONTENT_TYPE_LATEST)
+
+    @router.get("/version")
+    async def version() -> Response:
+        """Version of this code."""
+        return JsonResponse({"version": __version__})
+
+    @router.get("/v1/pw/status")
+    async def status() -> Response:
+        """Everything the engine says about itself, and the server's own state."""
+        snapshot = context.engine.status()
+        body = asdict(snapshot)
+        last_step = body.pop("last_step_time")
+        body["bytes"]["total"] = snapshot.bytes.total
+        body |= {
+            "model": context.model_name,
+            "version": __version__,
+            "system_fingerprint": context.fingerprint,
+            "ready": context.ready,
+            "draining": context.gate.draining,
+            "open_sequences": context.gate.open_sequences,
+            "seconds_since_last_step": time.monotonic() - last_step if last_step else None,
+        }
+        return JsonResponse(body)
+
+    @router.get("/v1/pw/precision")
+    async def precision() -> Response:
+        """Bits by layer and by block, and the plans that led there."""
+        snapshot = context.engine.status()
+        names = ("policy", "mean_bits", "layer_bits", "blocks_by_bits", "plan_history")
+        return JsonResponse({name: getattr(snapshot, name) for name in names})
+
+
+def _add_tokenizer(router: APIRouter, context: ServingContext) -> None:
+    @router.post("/tokenize")
+    async def tokenize(body: TokenizeRequest) -> Response:
+        """Token ids of a text or of a conversation."""
+        if (body.prompt is None) == (body.messages is None):
+            raise RequestError("give either prompt or messages", param="prompt")
+        if body.messages is not None:
+            context.limits.check_messages(len(body.messages))
+            messages = [message.for_template() for message in body.messages]
+            options = {"add_generation_prompt": body.add_generation_prompt}
+            tokens = (await context.encoder.chat(messages, options))[0].token_ids
+        else:
+            tokens = await context.encoder.encode(body.prompt or "", body.add_special_tokens)
+        return JsonResponse(
+            {
+                "count": len(tokens),
+                "max_model_len": context.engine.status().max_model_len,
+                "tokens": tokens,
+            }
+        )
+
+    @router.post("/detokenize")
+    async def detokenize(body: DetokenizeRequest) -> Response:
+        """Text of token ids."""
+        return JsonResponse({"prompt": await context.encoder.decode(body.tokens)})

@@ -1,0 +1,170 @@
+"""Runs the app under uvicorn: binds the port, says how to reach it, drains on a signal."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import shlex
+import socket
+import time
+from collections.abc import Callable
+from functools import partial
+from types import FrameType
+
+import uvicorn
+
+from pw.errors import ConfigError
+from pw.serving.app import create_app
+from pw.serving.context import ServingConfig, ServingContext
+from pw.serving.engine_protocol import AsyncEngineProtocol, TokenizerProtocol
+from pw.serving.limits import shutting_down
+
+logger = logging.getLogger("pw.serving")
+
+MAX_HEADER_BYTES = 64 << 10
+CLOSE_SECONDS = 5  # for the last bytes of answers, after all sequences have ended
+
+
+def serve(
+    engine: AsyncEngineProtocol,
+    tokenizer: TokenizerProtocol,
+    config: ServingConfig,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    shutdown_timeout: float = 30.0,
+    announce: Callable[[str], None] = partial(print, flush=True),
+) -> int:
+    """Serve until a signal; the first one drains, a second one forces.
+
+    Args:
+        engine: Started and stopped here.
+        tokenizer: The model's.
+        config: Names, limits, keys.
+        host: Address to bind.
+        port: Port to bind; 0 takes a free one.
+        shutdown_timeout: Seconds that running requests get to finish after the first signal.
+        announce: Told once, when the port answers, where and how to call.
+
+    Returns:
+        The exit code: 0 when every request was answered, 1 when some were cut off.
+
+    Raises:
+        ConfigError: The address cannot be bound.
+    """
+    listener = _bind(host, port)
+    app = create_app(engine, tokenizer, config)
+    uvicorn_config = uvicorn.Config(
+        app,
+        http="h11",
+        ws="none",
+        log_config=None,
+        access_log=False,  # each generation has its own line
+        server_header=False,
+        h11_max_incomplete_event_size=MAX_HEADER_BYTES,
+        timeout_graceful_shutdown=CLOSE_SECONDS,
+    )
+    context: ServingContext = app.state.context
+    url = _url(host, listener.getsockname()[1])
+    message = how_to_call(url, context.model_name, chat=context.has_chat)
+    server = DrainingServer(uvicorn_config, context, shutdown_timeout, lambda: announce(message))
+
+    async def run() -> None:
+        await server.serve(sockets=[listener])
+        if server.force_exit:  # uvicorn skips the app's own shutdown then
+            await engine.shutdown(0)
+
+    asyncio.run(run())
+    return 1 if server.cut_off else 0
+
+
+class DrainingServer(uvicorn.Server):
+    """A uvicorn server that answers what it has accepted before it closes its port.
+
+    After the first signal the port stays open, so that gateways see `/health/ready` turn 503 and
+    new requests get a proper refusal; it closes when no sequence is open or the time is over.
+    """
+
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        context: ServingContext,
+        shutdown_timeout: float,
+        on_started: Callable[[], None],
+    ) -> None:
+        super().__init__(config)
+        self._context = context
+        self._shutdown_timeout = shutdown_timeout
+        self._on_started = on_started
+        self._deadline = float("inf")
+        self.cut_off = False  # whether a request was ended early
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Start to listen, then say so."""
+        await super().startup(sockets)
+        if self.started:
+            self._on_started()
+
+    def handle_exit(self, _sig: int, _frame: FrameType | None) -> None:
+        """Drain at the first signal, force at the second. The signal is not raised again."""
+        if self._context.gate.draining:
+            self.cut_off = self.cut_off or self._context.gate.open_sequences > 0
+            self.should_exit = self.force_exit = True
+            return
+        self._context.gate.draining = True
+        self._deadline = time.monotonic() + self._shutdown_timeout
+        logger.info(
+            "draining: %d open sequences, at most %.0f s; a second signal forces",
+            self._context.gate.open_sequences,
+            self._shutdown_timeout,
+        )
+
+    async def on_tick(self, counter: int) -> bool:
+        """Ten times a second: leave when drained, or end what is open when the time is over."""
+        if self._context.gate.draining and not self.should_exit:
+            if self._context.gate.open_sequences == 0:
+                self.should_exit = True
+            elif time.monotonic() > self._deadline:
+                self.should_exit = self.cut_off = True
+                for generation in tuple(self._context.generations):
+                    generation.fail(shutting_down())
+        return await super().on_tick(counter)
+
+
+def how_to_call(url: str, model: str, *, chat: bool) -> str:
+    """The URL and two ready-to-paste calls."""
+    field: tuple[str, object] = ("prompt", "The sky is")
+    path, call, text = "completions", "completions", "text"
+    if chat:
+        field = ("messages", [{"role": "user", "content": "Why is the sky blue?"}])
+        path, call, text = "chat/completions", "chat.completions", "message.content"
+    argument = f"{field[0]}={json.dumps(field[1])}"
+    data = shlex.quote(json.dumps({"model": model, field[0]: field[1], "max_tokens": 64}))
+    return f"""\
+PagedWeight serves {model} on {url}
+
+  curl {url}/v1/{path} -H 'content-type: application/json' -d {data}
+
+  from openai import OpenAI
+  client = OpenAI(base_url="{url}/v1", api_key="none")
+  answer = client.{call}.create(model={json.dumps(model)}, {argument}, max_tokens=64)
+  print(answer.choices[0].{text})
+"""
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    try:
+        return socket.create_server(
+            (host, port),
+            family=socket.AF_INET6 if ":" in host else socket.AF_INET,
+            backlog=2048,
+        )
+    except (OSError, OverflowError) as error:
+        raise ConfigError(
+            f"cannot listen on {host}:{port}: {error}", "choose another one with `--port`"
+        ) from error
+
+
+def _url(host: str, port: int) -> str:
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
