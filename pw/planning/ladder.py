@@ -127,7 +127,6 @@ class Steps:
     rung: IntArray  # [S] the step goes from this rung to the next
     slope: FloatArray  # [S] ascending
     x: FloatArray  # [S] bytes of the step
-    y: FloatArray  # [S] damage of the step
 
     @classmethod
     def of(cls, ladder: Ladder, slopes: FloatArray, enough: float = np.inf) -> Steps:
@@ -135,20 +134,15 @@ class Steps:
         `enough` bytes.
         """
         # Block-major, so that a tie keeps block order, and rung order within a block.
-        flat, x, y = (
-            table.T.ravel()
-            for table in (slopes, np.diff(ladder.x, axis=0), np.diff(ladder.y, axis=0))
-        )
+        flat, x = slopes.T.ravel(), np.diff(ladder.x, axis=0).T.ravel()
         wanted = np.flatnonzero(flat <= _price_limit(flat, x, enough))
         chosen = wanted[_stable_argsort(flat[wanted])]
         block = chosen // len(slopes)
-        return cls(block, chosen - block * len(slopes), flat[chosen], x[chosen], y[chosen])
+        return cls(block, chosen - block * len(slopes), flat[chosen], x[chosen])
 
     def only(self, keep: BoolArray | IntArray | slice) -> Steps:
         """A subset, or another order."""
-        return Steps(
-            self.block[keep], self.rung[keep], self.slope[keep], self.x[keep], self.y[keep]
-        )
+        return Steps(self.block[keep], self.rung[keep], self.slope[keep], self.x[keep])
 
     def whole(self, count: int) -> int:
         """Largest number <= `count` of leading steps that leaves no block between two vertices of

@@ -182,7 +182,7 @@ def _relaxed_damage(steps: Steps, target_bytes: int) -> float | None:
     if k == len(released):
         return None
     part = target_bytes - (released[k] - steps.x[k])
-    return float(steps.y[:k].sum() + steps.slope[k] * part)
+    return float(np.dot(steps.slope[:k], steps.x[:k]) + steps.slope[k] * part)
 
 
 def plan_greedy(state: PlannerState, target_bytes: int) -> Plan:

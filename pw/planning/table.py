@@ -90,7 +90,7 @@ def fill_unmeasured(scores: FloatArray) -> FloatArray:
     Negative entries become 0. With nothing measured at all, a row falls by 4 per bit (the error of
     a uniform quantizer), so that planning still spreads bits evenly.
     """
-    finite = np.isfinite(scores).all(axis=-1)
+    finite = np.asarray(np.isfinite(scores).all(axis=-1))
     scores = np.where(finite[..., None], np.maximum(scores, 0.0), 0.0)
     measured: BoolArray = np.asarray(scores.any(axis=-1))  # [L, E, 2]
     if measured.all():
