@@ -19,6 +19,7 @@ and the minimum loses members. Taking steps in slope order thus takes each block
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,7 +30,6 @@ FloatArray = npt.NDArray[np.float64]
 BoolArray = npt.NDArray[np.bool_]
 
 _SAMPLE = 17  # odd, so that a sample meets both modules and all rungs
-_HIGHEST = float(np.finfo(np.float64).max)  # of a step that exists
 
 
 def pick(table: FloatArray, rows: IntArray) -> FloatArray:
@@ -121,42 +121,46 @@ class Ladder:
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """Hull steps of all blocks, cheapest first. Equal prices go by block index, then by rung."""
+    """Hull steps of all blocks, cheapest first. Equal prices go by block index, then by rung.
 
+    Made by `around`, which sorts the steps near a number of bytes only; those that are cheaper in
+    any case are `taken`.
+    """
+
+    taken: IntArray  # [n] rung of every block before the first step listed here
     block: IntArray  # [S]
     rung: IntArray  # [S] the step goes from this rung to the next
     slope: FloatArray  # [S] ascending
     x: FloatArray  # [S] bytes of the step
 
     @classmethod
-    def of(cls, ladder: Ladder, slopes: FloatArray, enough: float = np.inf) -> Steps:
-        """Sort the steps whose slope is not `inf`; leave out dear ones once the cheap ones have
-        `enough` bytes.
-        """
+    def around(cls, ladder: Ladder, size: float) -> Steps:
+        """Steps in whose course the bytes moved pass `size`; all steps when `size` is `inf`."""
+        slopes = ladder.slopes()
         # Block-major, so that a tie keeps block order, and rung order within a block.
         flat, x = slopes.T.ravel(), np.diff(ladder.x, axis=0).T.ravel()
-        wanted = np.flatnonzero(flat <= _price_limit(flat, x, enough))
+        low, high = _price_band(flat, x, size)
+        wanted = np.flatnonzero((flat >= low) & (flat <= high))
         chosen = wanted[_stable_argsort(flat[wanted])]
         block = chosen // len(slopes)
-        return cls(block, chosen - block * len(slopes), flat[chosen], x[chosen])
+        taken = ladder.start + (slopes < low).sum(axis=0)
+        return cls(taken, block, chosen - block * len(slopes), flat[chosen], x[chosen])
 
-    def only(self, keep: BoolArray | IntArray | slice) -> Steps:
+    def only(self, keep: BoolArray | IntArray) -> Steps:
         """A subset, or another order."""
-        return Steps(self.block[keep], self.rung[keep], self.slope[keep], self.x[keep])
+        return Steps(self.taken, self.block[keep], self.rung[keep], self.slope[keep], self.x[keep])
 
-    def whole(self, count: int) -> int:
-        """Largest number <= `count` of leading steps that leaves no block between two vertices of
-        its hull: a run of equal slopes within one block is one jump.
+    def after(self, count: int) -> IntArray:
+        """Rungs [n] after the leading `count` steps, or a few less: no block is left between two
+        vertices of its hull (a run of equal slopes within one block is one jump).
         """
-        if count >= len(self.block):
-            return len(self.block)
         while (
-            count > 0
+            0 < count < len(self.block)
             and self.block[count] == self.block[count - 1]
             and self.slope[count] == self.slope[count - 1]
         ):
             count -= 1
-        return count
+        return self.taken + np.bincount(self.block[:count], minlength=len(self.taken))
 
 
 def _stable_argsort(values: FloatArray) -> IntArray:
@@ -170,14 +174,22 @@ def _stable_argsort(values: FloatArray) -> IntArray:
     return np.asarray(np.sort(rank * len(values) + order) % len(values))
 
 
-def _price_limit(slopes: FloatArray, x: FloatArray, enough: float) -> float:
-    """A price at or below which all steps together have `enough` bytes, guessed from a sample so
-    that few need sorting; the highest finite price when there is no such guess.
+def _price_band(slopes: FloatArray, x: FloatArray, size: float) -> tuple[float, float]:
+    """Prices between which the cheapest steps' bytes pass `size`: guessed from a sample, checked
+    on all steps, as wide as all finite prices where the guess fails.
     """
-    if enough < np.inf:
-        sample, sample_x = slopes[::_SAMPLE], x[::_SAMPLE]
-        order = np.argsort(sample)
-        guess = np.searchsorted(np.cumsum(sample_x[order]), 1.25 * enough / _SAMPLE)
-        if guess < len(order) and x[slopes <= (limit := sample[order[guess]])].sum() >= enough:
-            return min(float(limit), _HIGHEST)
-    return _HIGHEST
+    low, high = -np.inf, float(np.finfo(np.float64).max)
+    if size == np.inf:
+        return low, high
+    sample = np.arange(0, len(slopes), _SAMPLE)
+    sample = sample[slopes[sample] < np.inf]
+    sample = sample[np.argsort(slopes[sample])]
+    middle = int(np.searchsorted(np.cumsum(x[sample]), size / _SAMPLE))
+    margin = 2 * math.isqrt(len(sample)) + 1  # some standard deviations of the guess
+    if middle >= margin and len(sample):
+        guess = float(slopes[sample[min(middle, len(sample)) - margin]])
+        low = guess if x[slopes < guess].sum() < size else low
+    if middle + margin < len(sample):
+        guess = float(slopes[sample[middle + margin]])
+        high = guess if x[slopes <= guess].sum() >= size else high
+    return low, high

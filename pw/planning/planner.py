@@ -162,27 +162,28 @@ def _plan_hull(state: PlannerState, target_bytes: int) -> Plan:
     cost, damage = state.transposed()
     ladder = Ladder.descend(cost, damage, state.index(state.bits), state.index(state.floors))
     room = state.room()
-    steps = Steps.of(ladder, ladder.slopes(), target_bytes if room is None else np.inf)
-    bound = _relaxed_damage(steps, target_bytes)
+    steps = Steps.around(ladder, target_bytes if room is None else np.inf)
+    before, hull_damage = (float(values.sum()) for values in ladder.at(steps.taken))
+    bound = _relaxed_damage(steps, target_bytes - before)
     if room is not None:
         drop = -np.diff(room.widths)[steps.rung]
         steps = steps.only(room.admits(ladder.start, steps.block, drop))
-    released = np.cumsum(steps.x)
-    taken = steps.whole(int(np.searchsorted(released, target_bytes)))
-    rungs = ladder.start + np.bincount(steps.block[:taken], minlength=len(state.bits))
+    rungs = steps.after(int(np.searchsorted(np.cumsum(steps.x), target_bytes - before)))
     rungs = fill_target(ladder, rungs, target_bytes, room)
     rungs = refund(ladder, rungs, target_bytes)
-    return _finish(state, ladder, rungs, target_bytes, bound)
+    return _finish(
+        state, ladder, rungs, target_bytes, None if bound is None else hull_damage + bound
+    )
 
 
-def _relaxed_damage(steps: Steps, target_bytes: int) -> float | None:
-    """Damage when hull steps are divisible; None if the target is out of reach."""
+def _relaxed_damage(steps: Steps, size: float) -> float | None:
+    """Damage of `size` bytes when hull steps are divisible; None if there are not that many."""
     released = np.cumsum(steps.x)
-    k = int(np.searchsorted(released, target_bytes))
+    k = int(np.searchsorted(released, size))
     if k == len(released):
         return None
-    part = target_bytes - (released[k] - steps.x[k])
-    return float(np.dot(steps.slope[:k], steps.x[:k]) + steps.slope[k] * part)
+    part = size - (released[k] - steps.x[k])
+    return float((steps.slope[:k] * steps.x[:k]).sum() + steps.slope[k] * part)
 
 
 def plan_greedy(state: PlannerState, target_bytes: int) -> Plan:
@@ -218,13 +219,16 @@ def plan_reload(state: PlannerState, budget_bytes: int) -> Plan:
     """
     cost, damage = state.transposed()
     ladder = Ladder.climb(cost, damage, state.index(state.bits), state.index(state.ceil))
-    steps = Steps.of(ladder, ladder.slopes(), np.inf)
-    urgent = steps.rung < state.index(np.minimum(state.floors, state.ceil))[steps.block]
-    steps = steps.only(np.argsort(~urgent, kind="stable"))
-    within = int(np.searchsorted(np.cumsum(steps.x), max(budget_bytes, 0), side="right"))
-    taken = steps.whole(within)
-    rungs = ladder.start + np.bincount(steps.block[:taken], minlength=len(state.bits))
-    rungs = fill_budget(ladder, rungs, max(budget_bytes, 0))
+    budget = max(budget_bytes, 0)
+    wanted = np.minimum(state.floors, state.ceil)
+    below = bool((state.bits < wanted).any())
+    steps = Steps.around(ladder, np.inf if below else budget)
+    if below:
+        urgent = steps.rung < state.index(wanted)[steps.block]
+        steps = steps.only(np.argsort(~urgent, kind="stable"))
+    left = budget - ladder.at(steps.taken)[0].sum()
+    rungs = steps.after(int(np.searchsorted(np.cumsum(steps.x), left, side="right")))
+    rungs = fill_budget(ladder, rungs, budget)
     return _finish(state, ladder, rungs, 0, None)
 
 
