@@ -17,7 +17,7 @@ whole planes (`pw.planning.fill`), so that
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -37,24 +37,38 @@ class Move(NamedTuple):
     damage: float  # change of predicted damage: >= 0 down, <= 0 up
 
 
-_MOVE = partial(tuple.__new__, Move)  # `Move._make` without its Python frame: 4 x faster
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False)
 class Plan:
-    """Moves in the order in which to make them: best damage per byte first."""
+    """Moves of m blocks in the order in which to make them: best damage per byte first."""
 
-    moves: tuple[Move, ...]
-    bytes: int  # sum over moves
-    damage: float  # sum over moves
+    block: IntArray  # [m] geometry index
+    from_bits: IntArray  # [m]
+    to_bits: IntArray  # [m]
+    move_bytes: IntArray  # [m]
+    move_damage: FloatArray  # [m]
     satisfied: bool  # down: the target is met; up: every block reaches its ceiling
     bound: float  # least damage of the relaxed problem (down, satisfied); else `damage`
+
+    @cached_property
+    def moves(self) -> tuple[Move, ...]:
+        """The same, one object per block."""
+        columns = (self.block, self.from_bits, self.to_bits, self.move_bytes, self.move_damage)
+        return tuple(map(Move._make, zip(*(c.tolist() for c in columns), strict=True)))
+
+    @cached_property
+    def bytes(self) -> int:
+        """Sum over moves."""
+        return int(self.move_bytes.sum())
+
+    @cached_property
+    def damage(self) -> float:
+        """Sum over moves."""
+        return float(self.move_damage.sum())
 
     def apply(self, bits: IntArray) -> IntArray:
         """Committed bits [n] after all moves."""
         after = bits.copy()
-        for move in self.moves:
-            after[move.block] = move.to_bits
+        after[self.block] = self.to_bits
         return after
 
 
@@ -152,7 +166,8 @@ def plan(
         if first.satisfied:
             return first
     if target_bytes <= 0:
-        return Plan((), 0, 0.0, True, 0.0)
+        none = np.zeros(0, dtype=np.int64)
+        return Plan(none, none, none, none, none.astype(np.float64), True, 0.0)
     if method == "greedy":
         return plan_greedy(state, target_bytes)
     return _plan_hull(state, target_bytes)
@@ -259,9 +274,13 @@ def _finish(
     order = np.argsort(price, kind="stable")
     moved, x, y = moved[order], x[order], y[order]
     after = state.widths[ladder.width_index(rungs)]
-    columns = (moved, state.bits[moved], after[moved], x.astype(np.int64), y)
-    rows = zip(*(column.tolist() for column in columns), strict=True)
-    moves = tuple(map(_MOVE, rows))
-    total, damage = int(x.sum()), float(y.sum())
-    satisfied = total >= target_bytes if ladder.down else bool((after >= state.ceil).all())
-    return Plan(moves, total, damage, satisfied, damage if bound is None else bound)
+    satisfied = x.sum() >= target_bytes if ladder.down else (after >= state.ceil).all()
+    return Plan(
+        moved,
+        state.bits[moved],
+        after[moved],
+        x.astype(np.int64),
+        y,
+        bool(satisfied),
+        float(y.sum()) if bound is None else bound,
+    )

@@ -14,7 +14,7 @@ Hence reloads
 - start only above the higher watermark, and stop there: a reload that is carried out in full never
   causes a release by itself. An idle engine has no demand to keep pages for and fills to T + 1;
 - wait `dwell_steps` after a release. A release that soon follows a reload is a flap and doubles the
-  wait, up to 8 times; a release after a long quiet resets it;
+  wait, up to 8 times; a long time without flaps resets it;
 - spend a token bucket that holds one second of `transfer_budget_bytes`, in chunks of at least a
   quarter of it while more is wanted.
 """
@@ -57,7 +57,9 @@ class PressurePolicy:
         self.releases = self.reloads = self.flaps = 0
         self._dwell = config.dwell_steps
         self._reload_from = 0  # first step at which a reload may be decided
-        self._last_reload: int | None = None
+        self._last_reload: int | None = None  # none since the last release
+        self._last_release: int | None = None
+        self._last_flap: int | None = None
         self._capacity = float(max(config.transfer_budget_bytes, page_bytes))
         self._tokens = self._capacity  # bytes
         self._seconds: float | None = None
@@ -107,15 +109,20 @@ class PressurePolicy:
         return self._reload(now_step, wanted, "idle" if idle else "headroom")
 
     def note_release(self, now_step: int) -> None:
-        """Count a release, also one that the engine made itself after a failed allocation."""
+        """Count a release, also one that the engine made itself after a failed allocation. Calls
+        for one step count once.
+        """
+        if now_step == self._last_release:
+            return
         self.releases += 1
-        since = math.inf if self._last_reload is None else now_step - self._last_reload
-        if since <= self._dwell:
+        longest = LONGEST_DWELL * self.config.dwell_steps
+        if self._last_reload is not None and now_step - self._last_reload <= self._dwell:
             self.flaps += 1
-            self._dwell = min(2 * self._dwell, LONGEST_DWELL * self.config.dwell_steps)
-        elif since > LONGEST_DWELL * self.config.dwell_steps:
-            self._dwell = self.config.dwell_steps
-        self._last_reload = None
+            self._dwell = min(2 * self._dwell, longest)
+            self._last_flap = now_step
+        elif self._last_flap is not None and now_step - self._last_flap > 2 * longest:
+            self._dwell, self._last_flap = self.config.dwell_steps, None
+        self._last_release, self._last_reload = now_step, None
         self._reload_from = now_step + self._dwell
 
     def reload_refused(self, now_step: int, decision: Decision) -> None:
