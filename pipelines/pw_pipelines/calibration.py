@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from pw.config import CalibrationConfig
-from pw.errors import ConfigError
+from pw.errors import ConfigError, RequestError
 
 Document = str | list[dict[str, Any]]  # plain text, or the messages of a chat
 
@@ -26,14 +26,16 @@ _FORMATS = "give a .jsonl with `text` or `messages` in each line, or a .txt"
 
 
 class Tokenizer(Protocol):
-    """What windows need of a tokenizer (the fast tokenizers of transformers have it)."""
+    """What windows need of a tokenizer (`pw.models.tokenizer.Tokenizer` has it)."""
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Token ids of a text."""
         ...
 
-    def apply_chat_template(self, conversation: Any, *, tokenize: bool) -> Any:
-        """The text of a chat."""
+    def render_chat(
+        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool
+    ) -> str:
+        """Text of a chat in the model's template."""
         ...
 
 
@@ -177,7 +179,6 @@ def _plain_text(document: Document, tokenizer: Tokenizer) -> str:
     if isinstance(document, str):
         return document
     try:
-        text: str = tokenizer.apply_chat_template(document, tokenize=False)
-    except Exception as error:  # a template raises what it likes: jinja errors, KeyError, ...
-        raise ConfigError(f"the chat template refuses the calibration messages: {error}") from error
-    return text
+        return tokenizer.render_chat(document, add_generation_prompt=False)
+    except RequestError as error:
+        raise ConfigError(f"calibration file: {error.message}", error.hint) from error

@@ -1,0 +1,203 @@
+"""Second moments of the inputs of every block: the weights of the codebook fit and of `hessian`.
+
+Also says how well the calibration text covers the experts, and what is put in place of moments
+that were not measured. Axes: L MoE layers, E experts, H hidden, I inner, K inputs of a block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import IntEnum
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from pw.blocks import MODULES, BlockKey, ExpertGeometry, Module
+from pw.errors import ConfigError, ModelError
+from pw.models.dense import ExpertCall, ExpertObserver
+from pw_pipelines.observation import ObservedModel, batches
+from pw_pipelines.progress import Progress
+
+THIN_TOKENS = 64  # fewer routed tokens than this are not trusted alone
+NON_FINITE_LIMIT = 0.1  # share of a block's input rows that may be dropped
+_DEAD_WARNING, _THIN_WARNING = 0.05, 0.20  # shares of experts that call for a warning
+
+
+class Coverage(IntEnum):
+    """How many calibration tokens an expert saw."""
+
+    DEAD = 0  # none
+    THIN = 1  # fewer than THIN_TOKENS
+    OK = 2
+
+
+class MomentSums(ExpertObserver):
+    """Sums of squared inputs per block, token counts and router mass per expert, in float64."""
+
+    def __init__(self, geometry: ExpertGeometry) -> None:
+        self.geometry = geometry
+        shape = (len(geometry.layers), geometry.experts)
+        self.squares: dict[Module, Tensor] = {
+            m: torch.zeros((*shape, geometry.shape(m).cols), dtype=torch.float64) for m in MODULES
+        }
+        self.rows = torch.zeros((*shape, len(MODULES)), dtype=torch.int64)  # finite ones
+        self.dropped = torch.zeros_like(self.rows)
+        self.tokens = torch.zeros(shape, dtype=torch.int64)
+        self.mass = torch.zeros(shape, dtype=torch.float64)
+
+    def routed(self, slot: int, inputs: Tensor, ids: Tensor, weights: Tensor) -> None:
+        """Count routed tokens and router weight."""
+        del inputs
+        flat = ids.flatten().cpu()
+        self.tokens[slot] += torch.bincount(flat, minlength=self.geometry.experts)
+        weight = torch.nan_to_num(weights.flatten().double().cpu(), nan=0.0, posinf=0.0)
+        self.mass[slot].index_add_(0, flat, weight)
+
+    def expert(self, call: ExpertCall) -> None:
+        """Add up the squared inputs of both blocks."""
+        self._add(call.slot, call.expert, "gate_up", call.inputs)
+        self._add(call.slot, call.expert, "down", call.hidden)
+
+    def _add(self, slot: int, expert: int, module: Module, inputs: Tensor) -> None:
+        """Rows of inputs [n, K] that are not finite are dropped and counted."""
+        finite = torch.isfinite(inputs).all(1)
+        kept = inputs if finite.all() else inputs[finite]
+        index = MODULES.index(module)
+        self.squares[module][slot, expert] += kept.double().square().sum(0).cpu()
+        self.rows[slot, expert, index] += kept.shape[0]
+        self.dropped[slot, expert, index] += inputs.shape[0] - kept.shape[0]
+
+
+@dataclass(frozen=True)
+class Moments:
+    """Mean squared inputs that the fit uses, and what they rest on."""
+
+    gate_up: NDArray[np.float32]  # [L, E, H]
+    down: NDArray[np.float32]  # [L, E, I]
+    tokens: NDArray[np.int64]  # [L, E]
+    mass: NDArray[np.float32]  # [L, E], share of the layer's router weight
+    coverage: NDArray[np.uint8]  # [L, E], values of Coverage
+
+    def of(self, module: Module) -> NDArray[np.float32]:
+        """[L, E, K] of one module."""
+        return self.gate_up if module == "gate_up" else self.down
+
+    def arrays(self) -> dict[str, NDArray[np.generic]]:
+        """The table `moments` of an artifact."""
+        return {
+            "gate_up": self.gate_up,
+            "down": self.down,
+            "tokens": self.tokens,
+            "mass": self.mass,
+            "coverage": self.coverage,
+        }
+
+    @classmethod
+    def from_arrays(cls, arrays: Mapping[str, NDArray[np.generic]]) -> Moments:
+        """Inverse of `arrays`."""
+        return cls(**{name: np.asarray(arrays[name]) for name in cls.__dataclass_fields__})
+
+    def counts(self) -> dict[str, int]:
+        """Number of experts of each kind of coverage."""
+        return {c.name.lower(): int((self.coverage == c).sum()) for c in Coverage}
+
+
+def measure_moments(model: ObservedModel, windows: Tensor, progress: Progress) -> Moments:
+    """Run the model over windows [P, S] and measure all blocks.
+
+    Raises:
+        ConfigError: In some layer no expert saw enough tokens.
+        ModelError: Too many rows of a block's input are not finite.
+    """
+    sums = MomentSums(model.geometry)
+    with progress.stage("calibration", windows.shape[0], "samples") as advance:
+        for batch in batches(windows):
+            model.logits(batch, sums)
+            advance(batch.shape[0])
+    return finish_moments(sums)
+
+
+def finish_moments(sums: MomentSums) -> Moments:
+    """Means from sums, with the rules for experts that saw few tokens or none (see `_fill`).
+
+    Raises:
+        ConfigError: In some layer no expert saw enough tokens.
+        ModelError: Too many rows of a block's input are not finite.
+    """
+    _check_finite(sums)
+    rows = sums.rows.min(2).values
+    coverage = torch.where(rows >= THIN_TOKENS, Coverage.OK, Coverage.THIN)
+    coverage[rows == 0] = Coverage.DEAD
+    for slot, layer in enumerate(sums.geometry.layers):
+        if not (coverage[slot] == Coverage.OK).any():
+            raise ConfigError(
+                f"calibration set is too small: in layer {layer} no expert saw {THIN_TOKENS} "
+                f"tokens, the busiest saw {int(rows[slot].max())}",
+                "give more or other text: --nsamples, --seqlen, --dataset",
+            )
+    means = {
+        m: _fill(sums.squares[m], sums.rows[:, :, i], per_column=m == "gate_up")
+        for i, m in enumerate(MODULES)
+    }
+    mass = sums.mass / sums.mass.sum(1, keepdim=True)
+    return Moments(
+        gate_up=means["gate_up"].float().numpy(),
+        down=means["down"].float().numpy(),
+        tokens=sums.tokens.numpy(),
+        mass=mass.float().numpy(),
+        coverage=coverage.to(torch.uint8).numpy(),
+    )
+
+
+def _check_finite(sums: MomentSums) -> None:
+    for slot, layer in enumerate(sums.geometry.layers):
+        for expert in range(sums.geometry.experts):
+            for index, module in enumerate(MODULES):
+                dropped = int(sums.dropped[slot, expert, index])
+                seen = dropped + int(sums.rows[slot, expert, index])
+                if dropped > NON_FINITE_LIMIT * seen:
+                    raise ModelError(
+                        f"inputs of {BlockKey(layer, expert, module)} are not finite in {dropped} "
+                        f"of {seen} rows, limit {NON_FINITE_LIMIT:.0%}",
+                        "the checkpoint is damaged, or its activations overflow the dtype",
+                    )
+
+
+def _fill(squares: Tensor, rows: Tensor, *, per_column: bool) -> Tensor:
+    """Mean squares [L, E, K] from sums [L, E, K] and row counts [L, E].
+
+    A thin expert is shrunk toward the layer's mean: column by column where all experts of a layer
+    share their inputs (gate_up), else toward one flat value (inner units of different experts have
+    nothing in common). A dead one gets equal weights, scaled by the layer's median.
+    """
+    count = rows[:, :, None]
+    mean = squares / count.clamp_min(1)
+    total = squares.sum(1, keepdim=True) / count.sum(1, keepdim=True).clamp_min(1)
+    prior = total if per_column else total.mean(2, keepdim=True)
+    shrunk = (squares + THIN_TOKENS * prior) / (count + THIN_TOKENS)
+    scale = mean.mean(2).masked_fill(rows == 0, torch.nan).nanmedian(1).values
+    filled = torch.where(count < THIN_TOKENS, shrunk, mean)
+    return torch.where(count == 0, scale[:, None, None], filled)
+
+
+def report_coverage(moments: Moments, progress: Progress, *, strict: bool) -> None:
+    """Warn of experts that the calibration text hardly reaches.
+
+    Raises:
+        ConfigError: `strict`, and some expert saw too few tokens.
+    """
+    counts, experts = moments.counts(), moments.coverage.size
+    summary = (
+        f"of {experts} experts {counts['dead']} saw no calibration token and "
+        f"{counts['thin']} fewer than {THIN_TOKENS}"
+    )
+    hint = "give more or other text: --nsamples, --dataset"
+    if strict and counts["dead"] + counts["thin"]:
+        raise ConfigError(summary, hint)
+    if counts["dead"] > _DEAD_WARNING * experts or counts["thin"] > _THIN_WARNING * experts:
+        progress.warn(f"{summary} ({hint})")
+    else:
+        progress.detail(summary)
