@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -122,8 +123,8 @@ class Checkpoint:
 
     def _audit_dense(self) -> None:
         """Every tensor of the model but the experts is on disk with the model's shape."""
-        model = self.architecture.meta
-        tied = set(getattr(model, "_tied_weights_keys", None) or ())
+        model: Any = self.architecture.meta
+        tied = set(model.all_tied_weights_keys)
         state = model.state_dict()
         weights = {f"{path}.{leaf}" for path in self.architecture.experts for leaf in _BLOCK_LEAVES}
         held = set(self.keymap.dense.values())
@@ -156,24 +157,21 @@ class Checkpoint:
         """Whether the pieces of a block are there; refuses a wrong shape or dtype."""
         names = self._pieces(key)
         shape = self.geometry.shape(key.module)
-        fused = (key.layer, key.module) in self.keymap.fused
-        if len(names) != (2 if key.module == "gate_up" and not fused else 1):
-            return False
-        entries = [self.shards.entry(name) for name in names]
-        if fused:
+        wanted: tuple[int, ...] = (shape.rows, shape.cols)
+        if (key.layer, key.module) in self.keymap.fused:
             wanted = tuple(getattr(self._modules[key.layer], _LEAF[key.module]).shape)
-            fits = entries[0].shape == wanted
-        else:
-            rows = shape.rows // len(entries)
-            wanted = (rows, shape.cols)
-            fits = all(entry.shape == wanted for entry in entries)
-        for name, entry in zip(names, entries, strict=True):
-            if not fits or entry.dtype not in _FLOATS:
+        elif key.module == "gate_up":
+            wanted = (shape.rows // 2, shape.cols)
+            if len(names) != 2:
+                return False
+        for name in names:
+            entry = self.shards.entry(name)
+            if entry.shape != wanted or entry.dtype not in _FLOATS:
                 raise ModelError(
                     f"expert tensor `{name}` is {entry.dtype} {list(entry.shape)}, "
                     f"expected {list(wanted)} in F32, F16 or BF16"
                 )
-        return True
+        return bool(names)
 
 
 _LEAF: dict[Module, str] = {"gate_up": "gate_up_proj", "down": "down_proj"}

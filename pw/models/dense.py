@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.functional import gelu, linear, silu
 
 from pw.blocks import MODULES, BlockKey, Module
+from pw.errors import ModelError
 from pw.models.checkpoint import Checkpoint
 from pw.models.experts import NAME as EXPERTS
 from pw.models.experts import Activation, activation_of, bind_experts, expert_modules, gate_first
@@ -51,18 +52,22 @@ class ExpertObserver:
         """Once per expert that has tokens, experts ascending."""
 
 
-WeightSource = Callable[[int, int, Module], Tensor]  # (slot, expert, module) -> [N, K]
+WeightSource = Callable[[int, int, Module, torch.device], Tensor]  # of (slot, expert, module)
 BiasSource = Callable[[int, int, Module], Tensor | None]
 
 
-class _ObservedExperts:
-    """Experts function of a dense model; bound to every MoE layer."""
+class TorchExperts:
+    """Experts function in plain torch; `observer` watches it where set.
+
+    `weight` may be replaced, e.g. by weights at a lower width.
+    """
 
     def __init__(
         self, weight: WeightSource, bias: BiasSource, activations: list[Activation]
     ) -> None:
         self.observer: ExpertObserver | None = None
-        self._weight, self._bias, self._activations = weight, bias, activations
+        self.weight = weight
+        self._bias, self._activations = bias, activations
 
     def __call__(self, slot: int, module: Any, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """Experts of one layer: [T, H], ids and weights [T, k] -> [T, H] in the dtype of `x`."""
@@ -90,7 +95,7 @@ class _ObservedExperts:
 
     def _linear(self, slot: int, expert: int, module: Module, x: Tensor) -> Tensor:
         bias = self._bias(slot, expert, module)
-        weight = self._weight(slot, expert, module).float()
+        weight = self.weight(slot, expert, module, x.device).float()
         result = linear(x, weight, None if bias is None else bias.float())
         if torch.is_grad_enabled() and not result.requires_grad:
             result.requires_grad_()  # the first MoE layer: nothing before it has a gradient
@@ -105,6 +110,32 @@ def _activate(gate_up: Tensor, activation: Activation) -> Tensor:
     if activation == "silu":
         return silu(gate) * up
     return gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none") * up
+
+
+def torch_experts(
+    model: nn.Module, checkpoint: Checkpoint, dtype: torch.dtype, *, stream: bool = False
+) -> TorchExperts:
+    """The experts of `checkpoint` as a function to bind to `model`; see `load_dense`."""
+    modules = [module for _, module in expert_modules(model)]
+    biases = [_bias_tables(module) for module in modules]
+    layers = checkpoint.geometry.layers
+    held: list[dict[Module, Tensor]] = []
+    if not stream:
+        device = next(p.device for p in model.parameters() if not p.is_meta)
+        for module, layer in zip(modules, layers, strict=True):
+            held.append(_load_experts(module, layer, checkpoint, dtype, device))
+
+    def weight(slot: int, expert: int, block: Module, device: torch.device) -> Tensor:
+        if held:
+            return held[slot][block][expert]
+        key = BlockKey(layers[slot], expert, block)
+        return checkpoint.expert_weight(key).to(device, dtype)
+
+    def bias(slot: int, expert: int, block: Module) -> Tensor | None:
+        table = biases[slot]
+        return None if table is None else table[block][expert]
+
+    return TorchExperts(weight, bias, [activation_of(module) for module in modules])
 
 
 def load_dense(
@@ -122,30 +153,18 @@ def load_dense(
         device: Where it runs.
         stream: Read the experts of a layer from disk at each call instead of holding them. For
             forward passes over large batches of a model that does not fit in memory.
+
+    Raises:
+        ModelError: The checkpoint holds no experts.
     """
-    device = torch.device(device)
+    if not checkpoint.has_experts:
+        raise ModelError(
+            f"no routed experts in `{checkpoint.path}`",
+            "name the original checkpoint: an artifact holds its experts as bit-planes",
+        )
     model = build(checkpoint, dtype, attention="sdpa", experts=EXPERTS)
-    load_dense_tensors(model, checkpoint, dtype, device)
-    modules = [module for _, module in expert_modules(model)]
-    biases = [_bias_tables(module) for module in modules]
-    layers = checkpoint.geometry.layers
-    held: list[dict[Module, Tensor]] = []
-    if not stream:
-        for module, layer in zip(modules, layers, strict=True):
-            held.append(_load_experts(module, layer, checkpoint, dtype, device))
-
-    def weight(slot: int, expert: int, block: Module) -> Tensor:
-        if held:
-            return held[slot][block][expert]
-        key = BlockKey(layers[slot], expert, block)
-        return checkpoint.expert_weight(key).to(device, dtype)
-
-    def bias(slot: int, expert: int, block: Module) -> Tensor | None:
-        table = biases[slot]
-        return None if table is None else table[block][expert]
-
-    activations = [activation_of(module) for module in modules]
-    bind_experts(model, _ObservedExperts(weight, bias, activations))
+    load_dense_tensors(model, checkpoint, dtype, torch.device(device))
+    bind_experts(model, torch_experts(model, checkpoint, dtype, stream=stream))
     result: nn.Module = model
     return result
 
