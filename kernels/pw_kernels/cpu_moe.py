@@ -1,0 +1,317 @@
+"""Fused MoE on the CPU: planes and tables straight from arena pages, in numba.
+
+Four rows of a block at a time are decoded into a buffer of 4 * Kp floats that stays in the first
+cache, then multiplied with all tokens of the expert, two at once. Every dot product adds its terms
+in one fixed order, so a token's result is the same in any batch.
+
+Axes as in `reference.py`. A slot is one (token, expert) pair, S = T * k of them; Kp and Np are
+columns and rows padded to whole tiles. The jitted functions allocate nothing and work on plain
+loops: what numba offers beyond that costs users seconds of compilation.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+from numba import njit
+from numpy.typing import NDArray
+from torch import Tensor
+
+from pw_kernels import simd
+from pw_kernels.bitplane import MAX_BITS, TILE_BYTES, TILE_COLS, TILE_ROWS, padded_rows
+from pw_kernels.pages import WeightPages
+
+KINDS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
+WORKSPACE_BYTES = 64 << 20  # of intermediate results; more tokens than fit are taken in turns
+
+_TABLE = 1 << MAX_BITS  # floats reserved for the table of one row
+_WORD_BYTES = TILE_BYTES // 8  # the 16 words of rows r, r+8, r+16, r+24 of a tile
+_NO_BIAS = np.zeros((0, 0), np.float32)
+
+Floats = NDArray[np.float32]
+Ints = NDArray[np.int32]
+Longs = NDArray[np.int64]
+Bytes = NDArray[np.uint8]
+
+
+@njit(forceinline=True)
+def _load_tables(
+    arena: Bytes,
+    pages: Ints,  # [LP] of the region
+    offset: int,  # byte of the block's table in the region
+    width: int,
+    row: int,
+    is_fp16: bool,
+    tables: Floats,
+) -> None:
+    """Widen the tables of rows row, row + 8, row + 16, row + 24 to float32."""
+    size = arena.shape[1]
+    entries = 1 << width
+    for i in range(4):
+        byte = offset + np.int64(row + 8 * i) * 2 * entries
+        source = np.int64(pages[byte // size]) * size + byte % size
+        for n in range(0, entries, simd.LANES):
+            values = simd.load_entries(arena, source + 2 * n, entries - n, is_fp16)
+            simd.store(tables, i * _TABLE + n, values)
+
+
+@njit(forceinline=True)
+def _words(arena: Bytes, pages: Ints, index: int, within: int, plane: int, width: int) -> Any:
+    """Sixteen words at byte `within` of a plane's page number `index`; zeros beyond the width."""
+    page = np.int64(pages[min(plane, width - 1), index])
+    return simd.load_words(arena, page * arena.shape[1] + within, plane < width)
+
+
+@njit
+def _decode_rows(
+    arena: Bytes,
+    pages: Ints,  # [B, PP]
+    width: int,
+    row_tile: int,
+    r: int,
+    pitch: int,  # Kp
+    tables: Floats,
+    weights: Floats,  # [4, Kp] flat, written
+) -> None:
+    """Decode rows r, r + 8, r + 16, r + 24 of a row tile."""
+    col_tiles = pitch // TILE_COLS
+    for tile in range(col_tiles):
+        byte = (row_tile * col_tiles + tile) * TILE_BYTES + r * _WORD_BYTES
+        index, within = byte // arena.shape[1], byte % arena.shape[1]
+        w0 = _words(arena, pages, index, within, 0, width)
+        w1 = _words(arena, pages, index, within, 1, width)
+        w2 = _words(arena, pages, index, within, 2, width)
+        w3 = _words(arena, pages, index, within, 3, width)
+        at = tile * TILE_COLS
+        if width <= 4:
+            for s in range(4):
+                low = simd.merge(w0, w1, w2, w3, s)
+                simd.decode_16(low, low, tables, _TABLE, weights, at + 32 * s, pitch)
+            continue
+        w4 = _words(arena, pages, index, within, 4, width)
+        w5 = _words(arena, pages, index, within, 5, width)
+        w6 = _words(arena, pages, index, within, 6, width)
+        w7 = _words(arena, pages, index, within, 7, width)
+        for s in range(4):
+            low = simd.merge(w0, w1, w2, w3, s)
+            high = simd.merge(w4, w5, w6, w7, s + 4)
+            if width == 5:
+                simd.decode_32(low, high, tables, _TABLE, weights, at + 32 * s, pitch)
+            elif width == 6:
+                simd.decode_64(low, high, tables, _TABLE, weights, at + 32 * s, pitch)
+            else:
+                simd.decode_256(low, high, tables, _TABLE, weights, at + 32 * s, pitch)
+
+
+@njit
+def _dots(weights: Floats, pitch: int, x: Floats, a: int, b: int) -> Any:
+    """Dot products of four decoded rows with the inputs at offsets a and b of flat `x`."""
+    zero = simd.splat(np.float32(0))
+    a0, a1, a2, a3 = zero, zero, zero, zero
+    b0, b1, b2, b3 = zero, zero, zero, zero
+    for k in range(0, pitch, simd.LANES):
+        xa, xb = simd.load(x, a + k), simd.load(x, b + k)
+        w = simd.load(weights, k)
+        a0, b0 = simd.fma(w, xa, a0), simd.fma(w, xb, b0)
+        w = simd.load(weights, pitch + k)
+        a1, b1 = simd.fma(w, xa, a1), simd.fma(w, xb, b1)
+        w = simd.load(weights, 2 * pitch + k)
+        a2, b2 = simd.fma(w, xa, a2), simd.fma(w, xb, b2)
+        w = simd.load(weights, 3 * pitch + k)
+        a3, b3 = simd.fma(w, xa, a3), simd.fma(w, xb, b3)
+    return simd.sums(a0, a1, a2, a3), simd.sums(b0, b1, b2, b3)
+
+
+@njit
+def _multiply(
+    arena: Bytes,
+    plane_pages: Ints,  # [B, PP]
+    lut_pages: Ints,  # [LP]
+    lut_offset: int,
+    width: int,
+    is_fp16: bool,
+    x: Floats,  # [*, Kp]
+    x_rows: Longs,  # [n] rows of x
+    out: Floats,  # [*, Np], added to
+    out_rows: Longs,  # [n] rows of out
+    tables: Floats,
+    weights: Floats,
+) -> None:
+    """Add one block's product with each input row to the output row of the same slot."""
+    pitch, count = x.shape[1], x_rows.shape[0]
+    for row_tile in range(out.shape[1] // TILE_ROWS):
+        for r in range(8):
+            row = row_tile * TILE_ROWS + r
+            _load_tables(arena, lut_pages, lut_offset, width, row, is_fp16, tables)
+            _decode_rows(arena, plane_pages, width, row_tile, r, pitch, tables, weights)
+            for n in range(0, count, 2):
+                m = min(n + 1, count - 1)
+                left, right = _dots(weights, pitch, x, x_rows[n] * pitch, x_rows[m] * pitch)
+                for i in range(4):
+                    out[out_rows[n], row + 8 * i] += left[i]
+                    if m > n:
+                        out[out_rows[m], row + 8 * i] += right[i]
+
+
+@njit
+def _activate(kind: int, gate_up: Floats, width: int, hidden: Floats, slots: Longs) -> None:
+    """act(gate) * up of the rows `slots` of [S, Np] into [S, Kp]; columns past `width` are zero."""
+    linear = simd.splat(np.float32(2 * math.sqrt(2 / math.pi)))
+    cubic = simd.splat(np.float32(2 * math.sqrt(2 / math.pi) * 0.044715))
+    for slot in slots:
+        source, target = slot * gate_up.shape[1], slot * hidden.shape[1]
+        if kind == 1:
+            for i in range(width):
+                value = gate_up[slot, i]
+                gate_up[slot, i] = value * (0.5 + 0.5 * math.erf(value * math.sqrt(0.5)))
+        for i in range(0, width, simd.LANES):
+            gate = simd.load(gate_up, source + i)
+            if kind == 0:
+                gate = simd.swish(gate, gate)
+            elif kind == 2:
+                factor = simd.fma(simd.mul(gate, gate), cubic, linear)
+                gate = simd.swish(gate, simd.mul(gate, factor))
+            up = simd.load(gate_up, source + width + i)
+            simd.store(hidden, target + i, simd.mul(gate, up))
+        for i in range(width, hidden.shape[1]):
+            hidden[slot, i] = 0
+
+
+@njit
+def _start(out: Floats, slots: Longs, bias: Floats, expert: int) -> None:
+    """Set the rows `slots` of `out` to an expert's bias, or to zero."""
+    columns = bias.shape[1]
+    for slot in slots:
+        for n in range(out.shape[1]):
+            out[slot, n] = bias[expert, n] if n < columns else np.float32(0)
+
+
+@njit
+def _group(ids: Longs, experts: int, starts: Longs, order: Longs, tokens: Longs) -> None:
+    """Sort slots by expert; those of expert e are entries starts[e] to starts[e + 1] of `order`.
+
+    Ids outside [0, E) are left out. `tokens` gets the token of each entry.
+    """
+    for expert in range(experts + 2):
+        starts[expert] = 0
+    for expert in ids.flat:
+        if 0 <= expert < experts:
+            starts[expert + 2] += 1
+    for expert in range(experts):
+        starts[expert + 2] += starts[expert + 1]
+    for token in range(ids.shape[0]):
+        for j in range(ids.shape[1]):
+            expert = ids[token, j]
+            if 0 <= expert < experts:
+                order[starts[expert + 1]] = token * ids.shape[1] + j
+                tokens[starts[expert + 1]] = token
+                starts[expert + 1] += 1
+
+
+@njit
+def _combine(ids: Longs, experts: int, weights: Floats, slots: Floats, out: Floats) -> None:
+    """Add the experts of each token in slot order."""
+    top_k = ids.shape[1]
+    for t in range(ids.shape[0]):
+        for n in range(out.shape[1]):
+            out[t, n] = 0
+        for j in range(top_k):
+            if 0 <= ids[t, j] < experts:
+                for n in range(out.shape[1]):
+                    out[t, n] += weights[t, j] * slots[t * top_k + j, n]
+
+
+@njit(cache=True, nogil=True)
+def _moe(
+    x: Floats,  # [T, Kp]
+    ids: Longs,  # [T, k]
+    weights: Floats,  # [T, k]
+    arena: Bytes,  # [P, page_bytes]
+    gate_up: Any,  # WeightPages.arrays
+    down: Any,
+    width: int,  # I
+    gate_up_bias: Floats,  # [E, 2I] or [0, 0]
+    down_bias: Floats,  # [E, H] or [0, 0]
+    is_fp16: bool,
+    kind: int,
+    longs: Longs,  # [E + 2 + 2S] scratch
+    rows: Floats,  # [4 * 256 + 4 * max Kp] scratch
+    before: Floats,  # [S, Np of gate_up] scratch
+    hidden: Floats,  # [S, Kp of down] scratch
+    slots: Floats,  # [S, Np of down] scratch
+    out: Floats,  # [T, H]
+) -> None:
+    experts = gate_up[0].shape[0]
+    starts, order = longs[: experts + 2], longs[experts + 2 : experts + 2 + ids.size]
+    tokens = longs[experts + 2 + ids.size :]
+    tables, buffer = rows[: 4 * _TABLE], rows[4 * _TABLE :]
+    up_bits, up_planes, up_luts, up_offsets = gate_up
+    down_bits, down_planes, down_luts, down_offsets = down
+    _group(ids, experts, starts, order, tokens)
+    for e in range(experts):
+        if starts[e] == starts[e + 1]:
+            continue
+        own, own_tokens = order[starts[e] : starts[e + 1]], tokens[starts[e] : starts[e + 1]]
+        _start(before, own, gate_up_bias, e)
+        _multiply(arena, up_planes[e], up_luts[e], up_offsets[e], up_bits[e], is_fp16,
+                  x, own_tokens, before, own, tables, buffer)
+        _activate(kind, before, width, hidden, own)
+        _start(slots, own, down_bias, e)
+        _multiply(arena, down_planes[e], down_luts[e], down_offsets[e], down_bits[e], is_fp16,
+                  hidden, own, slots, own, tables, buffer)
+    _combine(ids, experts, weights, slots, out)
+
+
+def _padded_columns(columns: int) -> int:
+    return -(-columns // TILE_COLS) * TILE_COLS
+
+
+def fused_moe(
+    x: Tensor,
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    arena: Tensor,
+    gate_up: WeightPages,
+    down: WeightPages,
+    *,
+    lut_dtype: torch.dtype,
+    activation: str,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+) -> Tensor:
+    """As `reference.fused_moe`, for gated experts with a named activation, on CPU tensors."""
+    pitch, hidden_pitch = _padded_columns(gate_up.cols), _padded_columns(down.cols)
+    before_rows, out_rows = padded_rows(gate_up.rows), padded_rows(down.rows)
+    inputs, weights = x.float().contiguous().numpy(), topk_weights.float().contiguous().numpy()
+    if pitch != gate_up.cols:
+        inputs = np.pad(inputs, ((0, 0), (0, pitch - gate_up.cols)))
+    ids = topk_ids.contiguous().numpy()
+    shared = (
+        arena.numpy(),
+        gate_up.arrays,
+        down.arrays,
+        down.cols,
+        _NO_BIAS if gate_up_bias is None else gate_up_bias.float().contiguous().numpy(),
+        _NO_BIAS if down_bias is None else down_bias.float().contiguous().numpy(),
+        lut_dtype == torch.float16,
+        KINDS[activation],
+    )
+    tokens, top_k = ids.shape
+    slot_floats = before_rows + hidden_pitch + out_rows
+    turn = min(tokens, max(1, WORKSPACE_BYTES // (4 * slot_floats * top_k)))
+    slots = turn * top_k
+    scratch = (
+        np.empty(gate_up.experts + 2 + 2 * slots, np.int64),
+        np.empty(4 * (_TABLE + max(pitch, hidden_pitch)), np.float32),
+        np.empty((slots, before_rows), np.float32),
+        np.empty((slots, hidden_pitch), np.float32),
+        np.empty((slots, out_rows), np.float32),
+    )
+    out = np.empty((tokens, down.rows), np.float32)
+    for start in range(0, tokens, max(turn, 1)):
+        part = slice(start, start + turn)
+        _moe(inputs[part], ids[part], weights[part], *shared, *scratch, out[part])
+    return torch.from_numpy(out).to(x.dtype)
