@@ -194,24 +194,19 @@ def write_arrays(
     """Write the arrays of one (layer, module) below `stage`; return their checksums."""
     name = blocks_name(layer, module)
     shape = layout.geometry.shape(module)
-    tiles = tile_count(shape.rows, shape.cols)
-    experts = layout.geometry.experts
-    entry_type = {"dtype": str(layout.lut_dtype).removeprefix("torch.")}  # zarr knows no bfloat16
-    _write_metadata(stage / PLANES / name, (experts, layout.planes, tiles, TILE_WORDS), 0, "uint32")
+    tiles, experts = tile_count(shape.rows, shape.cols), layout.geometry.experts
+    _describe_array(
+        stage / PLANES / name, "uint32", (experts, layout.planes, tiles, TILE_WORDS), varying=2
+    )
     jobs: list[tuple[Shard, NDArray[Any], Callable[[int], str]]] = [
         (layout.plane_shard(layer, module, expert), planes[expert], plane_part)
         for expert in range(experts)
     ]
+    entry = str(layout.lut_dtype).removeprefix("torch.")  # zarr has no word for bfloat16
     for bits, table in luts.items():
-        shape_of_table = (experts, padded_rows(shape.rows), 1 << bits)
         folder = stage / LUTS / f"{name}.{bits}"
-        _write_metadata(
-            folder,
-            shape_of_table,
-            None,
-            "uint16",
-            {"dtype": str(layout.lut_dtype).removeprefix("torch.")},
-        )
+        shape_of_table = (experts, padded_rows(shape.rows), 1 << bits)
+        _describe_array(folder, "uint16", shape_of_table, varying=1, attributes={"dtype": entry})
         jobs.append((layout.lut_shard(layer, module, bits), table, lut_part))
     with ThreadPoolExecutor(_WRITERS) as pool:
         sums = list(pool.map(lambda job: _write_shard(stage, *job), jobs))
@@ -230,22 +225,23 @@ def _write_shard(
     return [crc(chunks[i], key, part(number)) for i, (key, number) in enumerate(shard.chunks)]
 
 
-def _write_metadata(
+def _describe_array(
     folder: Path,
-    shape: tuple[int, ...],
-    shard_axis: int | None,  # axis along which every index is a file of its own; None: one file
     dtype: str,
+    shape: tuple[int, ...],
+    varying: int,
     attributes: dict[str, Any] | None = None,
 ) -> None:
-    """Let zarr describe an array whose chunks are [1, ...] (LUTs) or [1, 1, ...] (planes)."""
-    varying = 1 if shard_axis is None else 2
-    chunks = (1,) * varying + shape[varying:]
-    shards = shape if shard_axis is None else (1, *shape[1:])
+    """Let zarr write the metadata of an array.
+
+    A chunk has extent 1 on the first `varying` axes, and a shard holds all chunks along the last
+    of these: with more than one varying axis in a shard zarr would store them in Morton order.
+    """
     zarr.create_array(
         str(folder),
         shape=shape,
-        chunks=chunks,
-        shards=shards,
+        chunks=(1,) * varying + shape[varying:],
+        shards=(1,) * (varying - 1) + shape[varying - 1 :],
         dtype=dtype,
         compressors=None,
         fill_value=0,

@@ -165,7 +165,7 @@ class ArtifactWriter:
             finished = Artifact.open(path).manifest
             refuse_other(path, finished, wanted)
             return cls(path, path, finished, lock)
-        if path.exists() and not overwrite:
+        if path.exists() and not (path / MANIFEST).exists():
             raise StoreError(f"output exists and is not an artifact: `{path}`", "remove it first")
         if overwrite:
             remove_tree(partial)

@@ -1,0 +1,166 @@
+"""A build that is killed, changed, contested or repeated."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from support import store_crash
+from support.store import MODEL, SETTINGS, Sample, tree_hash
+
+import pw
+from pw.blocks import MODULES
+from pw.errors import StaleStageError, StoreError
+from pw.store import Artifact, ModelRecord
+
+
+def test_killed_at_any_moment_it_resumes_to_the_same_bytes(
+    built: Artifact, tmp_path: Path
+) -> None:
+    done = subprocess.run(
+        [sys.executable, store_crash.__file__, str(tmp_path), "14", "4", "0"],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    expected = tree_hash(built.path)
+    assert result["whole"]["hash"] == expected
+    assert len(result["runs"]) == 18
+    for number, run in enumerate(result["runs"]):
+        assert run["killed"] or run["at"][0] == "seconds", run
+        assert run["resumed"]["hash"] == expected, run
+        assert run["left"] == [f"{number}.pw"], run
+
+
+def test_finished_blocks_are_not_written_again(sample: Sample, tmp_path: Path) -> None:
+    with sample.open(tmp_path / "x.pw") as writer:
+        needed = writer.bytes_needed()
+        sample.write_blocks(writer, 1, "gate_up")
+        assert writer.bytes_needed() < needed
+    with sample.open(tmp_path / "x.pw") as writer:
+        assert [(1, m) for m in MODULES if writer.done(1, m)] == [(1, "gate_up")]
+        assert not writer.dense_done
+        folder = tmp_path / "x.pw.partial/planes.zarr/1.gate_up"
+        before = folder.stat().st_ino
+        sample.write_blocks(writer, 1, "gate_up")
+        assert folder.stat().st_ino == before
+
+
+@pytest.mark.parametrize(
+    ("changes", "old", "new", "name"),
+    [
+        ({"max_bits": 5}, "`4`", "`5`", "max_bits"),
+        ({"lut_dtype": torch.float16}, "`bfloat16`", "`float16`", "lut_dtype"),
+        (
+            {"settings": {**SETTINGS, "calibration": {"dataset": "bundled", "nsamples": 8}}},
+            "`4`",
+            "`8`",
+            "settings.calibration.nsamples",
+        ),
+        ({"settings": {**SETTINGS, "strict": True}}, "absent", "`True`", "settings.strict"),
+        (
+            {"model": ModelRecord("sample", "", "", "SampleMoe", {"model.safetensors": "1" * 64})},
+            "`000000000000",
+            "`111111111111",
+            "model.files.model.safetensors",
+        ),
+    ],
+)
+@pytest.mark.parametrize("finished", [False, True])
+def test_changed_settings_are_refused_with_both_values(
+    sample: Sample, copy: Path, tmp_path: Path, changes, old, new, name, finished: bool
+) -> None:
+    path = copy if finished else tmp_path / "x.pw"
+    if not finished:
+        sample.open(path).close()
+    before = tree_hash(tmp_path)
+    with pytest.raises(StaleStageError) as refusal:
+        sample.open(path, **changes)
+    assert f"{name} was {old}" in refusal.value.message
+    assert f"now {new}" in refusal.value.message
+    assert "--overwrite" in refusal.value.hint
+    assert tree_hash(tmp_path) == before
+
+
+def test_where_the_model_was_found_is_no_setting(sample: Sample, tmp_path: Path) -> None:
+    sample.open(tmp_path / "x.pw").close()
+    moved = ModelRecord("other", "elsewhere", "main", MODEL.architecture, MODEL.files)
+    sample.open(tmp_path / "x.pw", model=moved).close()
+
+
+def test_blocks_of_two_versions_do_not_mix(
+    sample: Sample, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sample.open(tmp_path / "x.pw").close()
+    monkeypatch.setattr(pw, "__version__", "99.0")
+    with pytest.raises(StaleStageError, match=r"tool_version was .* now `99.0`"):
+        sample.open(tmp_path / "x.pw")
+
+
+def test_finished_artifact_is_taken_as_it_is(sample: Sample, copy: Path) -> None:
+    before = tree_hash(copy)
+    with sample.open(copy) as writer:
+        assert writer.complete
+        assert writer.dense_done
+        assert all(writer.done(layer, module) for layer, module in sample.codes)
+    assert sample.build(copy).path == copy
+    assert tree_hash(copy) == before
+
+
+def test_overwrite_replaces_and_leaves_the_old_one_until_then(
+    sample: Sample, copy: Path, built: Artifact
+) -> None:
+    changed = {**SETTINGS, "min_bits": 3}
+    with sample.open(copy, overwrite=True, settings=changed) as writer:
+        assert not writer.complete
+        assert Artifact.open(copy).artifact_hash == built.artifact_hash
+        for layer, module in sample.codes:
+            sample.write_blocks(writer, layer, module)
+        writer.write_dense(sample.dense)
+        artifact = writer.publish()
+    assert artifact.manifest.stages["quantize"].settings == changed
+    assert not artifact.has_table("moments")
+    assert sorted(path.name for path in copy.parent.iterdir()) == [copy.name]
+
+
+def test_two_writers_are_refused(sample: Sample, tmp_path: Path) -> None:
+    path = tmp_path / "x.pw"
+    with sample.open(path):
+        with pytest.raises(StoreError, match=f"is being written by process {os.getpid()} on"):
+            sample.open(path)
+        code = (
+            "import sys; from pathlib import Path\n"
+            "from pw.store.files import WriteLock\n"
+            "WriteLock(Path(sys.argv[1])).acquire()"
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", code, str(path)],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 1
+        assert f"is being written by process {os.getpid()} on" in done.stderr
+    sample.open(path).close()
+    assert not (tmp_path / "x.pw.lock").exists()
+
+
+def test_lock_file_of_a_dead_process_is_no_lock(sample: Sample, tmp_path: Path) -> None:
+    (tmp_path / "x.pw.lock").write_text("process 1 on elsewhere")
+    sample.open(tmp_path / "x.pw").close()
+
+
+def test_a_folder_that_is_no_artifact_is_left_alone(sample: Sample, tmp_path: Path) -> None:
+    (tmp_path / "x.pw").mkdir()
+    (tmp_path / "x.pw/precious").write_text("mine")
+    for overwrite in (False, True):
+        with pytest.raises(StoreError, match="not an artifact"):
+            sample.open(tmp_path / "x.pw", overwrite=overwrite)
+    assert (tmp_path / "x.pw/precious").read_text() == "mine"
