@@ -162,7 +162,9 @@ def load_dense(
             f"no routed experts in `{checkpoint.path}`",
             "name the original checkpoint: an artifact holds its experts as bit-planes",
         )
-    model = build(checkpoint, dtype, attention="sdpa", experts=EXPERTS)
+    definition: Any = checkpoint.architecture.meta
+    attention = "sdpa" if definition._supports_sdpa else "eager"
+    model = build(checkpoint, dtype, attention=attention, experts=EXPERTS)
     load_dense_tensors(model, checkpoint, dtype, torch.device(device))
     bind_experts(model, torch_experts(model, checkpoint, dtype, stream=stream))
     result: nn.Module = model

@@ -35,9 +35,9 @@ def resolve_model(name: str) -> Path:
     if name in BUNDLED:
         return asset(BUNDLED[name])
     path = Path(name).expanduser()
-    if path.is_dir():
+    if name and path.is_dir():
         return path.resolve()
-    if path.exists():
+    if name and path.exists():
         raise ModelError(f"a model is a folder, not a file: `{name}`", _LOCAL_HINT)
     if not re.fullmatch(r"[\w.-]+/[\w.-]+(@[\w./-]+)?", name) or name.startswith("."):
         raise ModelError(f"no such model: `{name}`", _LOCAL_HINT)

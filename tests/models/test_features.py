@@ -1,0 +1,36 @@
+"""Prompt features: exact values by hand, the same in chunks and in any dtype."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from pw.models.features import FeatureSums, feature_count, prompt_features
+
+
+def test_features_of_two_tokens_by_hand() -> None:
+    hidden = torch.tensor([[3.0, 4.0], [0.0, 10.0]])
+    expected = torch.tensor(
+        [math.log(7.5), math.log(math.sqrt((25 + 100) / 2)), math.log(10.0), 1.5, 7.0]
+    )
+    torch.testing.assert_close(prompt_features(hidden), expected)
+    assert feature_count(2) == 5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_chunks_add_up_to_the_whole(dtype: torch.dtype) -> None:
+    hidden = (torch.randn(700, 48, generator=torch.Generator().manual_seed(0)) * 30).to(dtype)
+    sums = FeatureSums(48)
+    for chunk in torch.split(hidden, [1, 0, 499, 200]):
+        sums.add(chunk)
+    torch.testing.assert_close(sums.features(), prompt_features(hidden), rtol=1e-6, atol=1e-6)
+    assert sums.tokens == 700
+    assert sums.features().dtype == torch.float32
+
+
+def test_zero_hidden_states_stay_finite_and_no_tokens_are_an_error() -> None:
+    assert prompt_features(torch.zeros(2, 3)).isfinite().all()
+    with pytest.raises(ValueError, match="without tokens"):
+        FeatureSums(3).features()
