@@ -54,7 +54,7 @@ class EventStream(Response):
 
     Args:
         events: JSON values, one per event.
-        resources: Closed when the stream has ended, in whatever way.
+        resources: Closed before the last event, or when the client goes.
     """
 
     media_type = "text/event-stream"
@@ -81,6 +81,7 @@ class EventStream(Response):
         except Exception as error:
             logger.exception("stream broke off")
             last = orjson.dumps(error_body(error))
+        await self._resources.aclose()  # a client that asks again at `[DONE]` finds its place free
         await _send_event(send, last)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 

@@ -15,17 +15,17 @@ from pw.engine.request import RequestOutput
 from pw.serving.answers import ChatWriter, Choice, CompletionWriter, Head, Json, Writer, usage_of
 from pw.serving.connection import EventStream, while_connected
 from pw.serving.context import ServingContext
-from pw.serving.errors import JsonResponse
 from pw.serving.generation import Generation, check_context, choices_of
 from pw.serving.prompts import EncodedPrompt, count_prompts
 from pw.serving.schemas import ChatRequest, CompletionRequest, GenerationRequest
+from pw.serving.wire import JsonResponse, JsonRoute
 
 Encode = Callable[[], Awaitable[list[EncodedPrompt]]]
 
 
 def generation_router(context: ServingContext) -> APIRouter:
     """The two endpoints that generate."""
-    router = APIRouter(prefix="/v1")
+    router = APIRouter(prefix="/v1", route_class=JsonRoute)
 
     @router.post("/completions")
     async def completions(body: CompletionRequest, request: Request) -> Response:

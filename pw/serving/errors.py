@@ -7,7 +7,6 @@ from collections.abc import Awaitable, Callable, Mapping
 from http import HTTPStatus
 from typing import Any
 
-import orjson
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
@@ -15,6 +14,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
 from pw.errors import RequestError
+from pw.serving.wire import JsonResponse
 
 logger = logging.getLogger("pw.serving")
 
@@ -27,16 +27,10 @@ _CODES = {
     405: "method_not_allowed",
     413: "request_too_large",
 }
-
-
-class JsonResponse(Response):
-    """JSON through orjson, which writes no NaN or Infinity. Integer keys become strings."""
-
-    media_type = "application/json"
-
-    def render(self, content: Any) -> bytes:
-        """Serialize one JSON value."""
-        return orjson.dumps(content, option=orjson.OPT_NON_STR_KEYS)
+_FORMS = {
+    "prompt": "a string, a list of strings, a list of token ids or a list of such lists",
+    "stop": "a string or a list of strings",
+}
 
 
 class GenerationError(Exception):
@@ -119,15 +113,17 @@ def install_error_handlers(
 
 
 def validation_error(error: RequestValidationError) -> RequestError:
-    """The first complaint of pydantic, in one line without the client's input."""
-    first = error.errors()[0]
-    path = [str(part) for part in first["loc"][1:]]
-    if first["type"] == "json_invalid":
-        return RequestError(f"body is not JSON: {first['ctx']['error']}")
+    """The most specific complaint of pydantic, in one line without the client's input."""
+    errors = error.errors()
+    if errors[0]["type"] == "json_invalid":
+        return RequestError(f"body is not JSON: {errors[0]['ctx']['error']}")
+    deepest = max(errors, key=lambda each: len(each["loc"]))  # the others name a union's forms
+    path = [str(part) for part in deepest["loc"][1:] if part != "str" and "[" not in str(part)]
     if not path:
         return RequestError("body must be a JSON object with content-type application/json")
-    message = first["msg"].removeprefix("Value error, ")
-    return RequestError(f"{'.'.join(path)}: {message}", param=path[0])
+    if path[0] in _FORMS:
+        return RequestError(f"{path[0]} must be {_FORMS[path[0]]}", param=path[0])
+    return RequestError(f"{'.'.join(path)}: {deepest['msg']}", param=path[0])
 
 
 def framework_error(request: Request, error: HTTPException) -> RequestError:

@@ -78,7 +78,7 @@ class RequireKey:
 
     def __init__(self, app: ASGIApp, keys: Sequence[str], retry_after: int) -> None:
         self._app = app
-        self._digests = [_digest(key) for key in keys]
+        self._digests = [_digest(key.encode()) for key in keys]
         self._retry_after = retry_after
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -93,11 +93,12 @@ class RequireKey:
         await response(scope, receive, send)
 
     def _knows(self, scope: Scope) -> bool:
-        scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
+        header: bytes = dict(scope["headers"]).get(b"authorization", b"")
+        scheme, _, key = header.partition(b" ")
         given = _digest(key.strip())
         known = [hmac.compare_digest(given, digest) for digest in self._digests]  # all, always
-        return scheme.lower() == "bearer" and any(known)
+        return scheme.lower() == b"bearer" and any(known)
 
 
-def _digest(key: str) -> bytes:
-    return hashlib.sha256(key.encode()).digest()
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()

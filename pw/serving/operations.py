@@ -13,13 +13,13 @@ from starlette.responses import Response
 from pw import __version__
 from pw.errors import RequestError
 from pw.serving.context import ServingContext
-from pw.serving.errors import JsonResponse
 from pw.serving.schemas import DetokenizeRequest, TokenizeRequest
+from pw.serving.wire import JsonResponse, JsonRoute
 
 
 def operations_router(context: ServingContext) -> APIRouter:
     """All routes that do not generate."""
-    router = APIRouter()
+    router = APIRouter(route_class=JsonRoute)
     _add_models(router, context)
     _add_health(router, context)
     _add_status(router, context)

@@ -9,7 +9,6 @@ import shlex
 import socket
 import time
 from collections.abc import Callable
-from functools import partial
 from types import FrameType
 
 import uvicorn
@@ -26,6 +25,10 @@ MAX_HEADER_BYTES = 64 << 10
 CLOSE_SECONDS = 5  # for the last bytes of answers, after all sequences have ended
 
 
+def _print(message: str) -> None:
+    print(message, flush=True)
+
+
 def serve(
     engine: AsyncEngineProtocol,
     tokenizer: TokenizerProtocol,
@@ -34,7 +37,7 @@ def serve(
     host: str = "127.0.0.1",
     port: int = 8000,
     shutdown_timeout: float = 30.0,
-    announce: Callable[[str], None] = partial(print, flush=True),
+    announce: Callable[[str], None] = _print,
 ) -> int:
     """Serve until a signal; the first one drains, a second one forces.
 

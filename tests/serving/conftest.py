@@ -1,0 +1,82 @@
+"""A real uvicorn server on a free port, around a fake engine, with real clients."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import httpx
+import openai
+import pytest
+import uvicorn
+
+from pw.serving.app import create_app
+from pw.serving.context import ServingConfig, ServingContext
+from tests.serving.fakes import FakeEngine, WordTokenizer
+
+
+@dataclass
+class Served:
+    """One running server and its clients."""
+
+    url: str
+    engine: FakeEngine
+    context: ServingContext
+    paths: set[str]
+    http: httpx.Client
+    openai: openai.OpenAI
+
+    def async_openai(self) -> openai.AsyncOpenAI:
+        return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
+
+    def metrics(self) -> dict[str, float]:
+        lines = self.http.get("/metrics").text.splitlines()
+        samples = (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+        return {name: float(value) for name, value in samples}
+
+
+@contextmanager
+def serving(
+    engine: FakeEngine | None = None,
+    tokenizer: WordTokenizer | None = None,
+    config: ServingConfig | None = None,
+    api_key: str = "none",
+) -> Iterator[Served]:
+    engine = engine or FakeEngine()
+    config = config or ServingConfig(("fake", "alias"), artifact_hash="0123456789abcdef")
+    app = create_app(engine, tokenizer or WordTokenizer(), config)
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_config=None, ws="none"))
+    thread = threading.Thread(target=lambda: asyncio.run(server.serve()))
+    thread.start()
+    while not server.started:
+        assert thread.is_alive()
+        thread.join(0.005)
+    paths = set(app.openapi()["paths"]) | {"/docs", "/openapi.json"}
+    port = server.servers[0].sockets[0].getsockname()[1]
+    url = f"http://127.0.0.1:{port}"
+    try:
+        with (
+            httpx.Client(base_url=url, timeout=20) as http,
+            openai.OpenAI(base_url=f"{url}/v1", api_key=api_key, max_retries=0) as client,
+        ):
+            yield Served(url, engine, app.state.context, paths, http, client)
+    finally:
+        server.should_exit = True
+        thread.join()
+    assert engine.stopped
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    """A server that most tests of a file share; each must leave it as it was."""
+    with serving() as running:
+        yield running
+
+
+@pytest.fixture
+def start() -> Callable[..., object]:
+    """`with start(engine, ...) as served` for tests that need a server of their own."""
+    return serving

@@ -1,0 +1,153 @@
+"""A 60-line engine and a word tokenizer, with no model and no transformers behind them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any
+
+from pw.engine.request import (
+    BytesByClass,
+    EngineStatus,
+    RequestOutput,
+    SamplingParams,
+    TokenLogprob,
+)
+from pw.errors import RequestError
+
+STORY = ["The", "🦊", "jumps", "over\nthe", "lazy", "dog,", "naïve"]
+STORY += ["as", "ever;", "then", "it", "sleeps", "."]
+
+
+class FakeEngine:
+    """Tells STORY word by word, from the word that the seed names; a word is a token.
+
+    Prompt tokens choose the misbehaviour, see the class attributes.
+    """
+
+    REFUSE, BREAK, RAISE, ABORT, MUTE = 900, 901, 902, 903, 904
+
+    def __init__(self, step_seconds: float = 0.0, max_model_len: int = 4096) -> None:
+        self.step_seconds = step_seconds
+        self.max_model_len = max_model_len
+        self.alive = True
+        self.calls: dict[str, tuple[list[int], SamplingParams]] = {}
+        self.aborted: list[str] = []
+        self.running = 0
+        self.tokens = 0
+        self.stopped = False
+
+    def start(self) -> None:
+        self.stopped = False
+
+    async def shutdown(self, drain_seconds: float) -> None:
+        self.stopped = True
+
+    def healthy(self) -> bool:
+        return self.alive
+
+    def abort(self, request_id: str) -> None:
+        self.aborted.append(request_id)
+
+    async def generate(
+        self, request_id: str, prompt_token_ids: list[int], params: SamplingParams
+    ) -> AsyncIterator[RequestOutput]:
+        self.calls[request_id] = (prompt_token_ids, params)
+        if self.REFUSE in prompt_token_ids:
+            raise RequestError("needs 9 pages of 8", code="context_length_exceeded")
+        self.running += 1
+        try:
+            async for output in self._words(request_id, prompt_token_ids, params):
+                yield output
+        finally:
+            self.running -= 1
+
+    async def _words(
+        self, request_id: str, prompt: list[int], params: SamplingParams
+    ) -> AsyncIterator[RequestOutput]:
+        limit = params.max_tokens if params.max_tokens is not None else self.max_model_len
+        start = params.seed or 0
+        done = 0
+        while True:
+            await asyncio.sleep(3600 if self.MUTE in prompt else self.step_seconds)
+            if done == 3 and self.BREAK in prompt:
+                yield RequestOutput(request_id, finish_reason="error", error="a kernel failed")
+            if done == 3 and self.RAISE in prompt:
+                raise ZeroDivisionError("secret detail")
+            if done == 3 and self.ABORT in prompt:
+                yield RequestOutput(request_id, finish_reason="abort")
+            last = done + 1 >= min(limit, len(STORY))
+            token = (start + done) % len(STORY)
+            new = min(1, limit)
+            done += new
+            self.tokens += new
+            yield RequestOutput(
+                request_id,
+                text=(STORY[token] + " ") * new,
+                token_ids=(token,) * new,
+                logprobs=self._logprobs(token, params)[:new],
+                prompt_logprobs=(None, *[-1.5] * (len(prompt) - 1))
+                if params.prompt_logprobs and done == new
+                else (),
+                finish_reason=("length" if done == limit else "stop") if last else None,
+                prompt_tokens=len(prompt),
+                completion_tokens=done,
+                mean_bits=5.5,
+            )
+            if last:
+                return
+
+    @staticmethod
+    def _logprobs(token: int, params: SamplingParams) -> tuple[TokenLogprob, ...]:
+        if params.logprobs is None:
+            return ()
+        top = tuple(
+            (token + i, -0.25 * i if i < 2 else -float("inf")) for i in range(params.logprobs)
+        )
+        return (TokenLogprob(token, 0.0, top),)
+
+    def status(self) -> EngineStatus:
+        return EngineStatus(
+            policy="static:4",
+            running=self.running,
+            generation_tokens=self.tokens,
+            max_model_len=self.max_model_len,
+            page_bytes=4096,
+            pages_total=100,
+            pages_weights=60,
+            pages_kv=10,
+            pages_free=30,
+            mean_bits=5.5,
+            layer_bits={0: 5.0, 1: 6.0},
+            blocks_by_bits={5: 16, 6: 16},
+            bytes_released=8192,
+            bytes=BytesByClass(
+                planes=200_000, luts=40_000, kv=40_960, free=122_880, budget=500_000
+            ),
+        )
+
+
+class WordTokenizer:
+    """A number is its own id, any other word of STORY its place, everything else id 500."""
+
+    vocab_size = 1000
+    bos_token_id: int | None = None
+    has_chat_template = True
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        return [self._id(word) for word in text.split()]
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        return "".join(self.spelling(token) + " " for token in ids)
+
+    def spelling(self, token_id: int) -> str:
+        return STORY[token_id] if token_id < len(STORY) else str(token_id)
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
+        if messages[0]["role"] == "system":
+            raise RequestError("System role not supported", param="messages")
+        return self.encode(" ".join(message["content"] for message in messages))
+
+    @staticmethod
+    def _id(word: str) -> int:
+        return int(word) % 1000 if word.isdigit() else STORY.index(word) if word in STORY else 500

@@ -1,0 +1,209 @@
+"""Bad input: a 400 in OpenAI's shape, nothing reaches the engine, the next request is fine."""
+
+from __future__ import annotations
+
+import json
+
+import openai
+import pytest
+
+from pw.serving.context import ServingConfig
+from pw.serving.limits import ServingLimits
+from tests.serving.fakes import FakeEngine, WordTokenizer
+
+COMPLETIONS = "/v1/completions"
+CHAT = "/v1/chat/completions"
+
+
+def check_error(answer, status, code=None, param=None):
+    """The error object, complete and of this status."""
+    assert answer.status_code == status, answer.text
+    assert answer.headers["content-type"] == "application/json"
+    assert answer.headers["x-request-id"]
+    error = answer.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["type"] == ("invalid_request_error" if status < 500 else "server_error")
+    assert error["message"]
+    assert "Traceback" not in answer.text
+    if code:
+        assert error["code"] == code
+    if param:
+        assert error["param"] == param
+    return error["message"]
+
+
+@pytest.fixture(autouse=True)
+def engine_lives_on(served):
+    served.engine.calls.clear()
+    yield
+    assert not served.engine.calls
+    assert served.context.gate.open_sequences == 0
+    answer = served.openai.completions.create(model="fake", prompt="1", max_tokens=1)
+    assert answer.choices[0].text == "The "
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("prompt", None),
+        ("prompt", []),
+        ("prompt", [[]]),
+        ("prompt", ""),
+        ("prompt", [""]),
+        ("prompt", " \n"),
+        ("prompt", ["1", ""]),
+        ("prompt", [1, "1"]),
+        ("prompt", [1.5]),
+        ("prompt", [True]),
+        ("prompt", {"text": "1"}),
+        ("prompt", [1, -1]),
+        ("prompt", [1000]),
+        ("prompt", [[1], [2**70]]),
+        ("n", 0),
+        ("n", -1),
+        ("n", 17),
+        ("n", 2**40),
+        ("n", "2"),
+        ("n", True),
+        ("best_of", 2),
+        ("max_tokens", -1),
+        ("max_tokens", 0),
+        ("max_tokens", 2**70),
+        ("max_tokens", 1.5),
+        ("temperature", -0.1),
+        ("temperature", 2.5),
+        ("temperature", "warm"),
+        ("top_p", 0),
+        ("top_p", 1.1),
+        ("top_k", -2),
+        ("min_p", 2),
+        ("seed", 2**63),
+        ("seed", 1.5),
+        ("stop", ""),
+        ("stop", ["a", ""]),
+        ("stop", ["a"] * 17),
+        ("stop", "x" * 5000),
+        ("stop", 5),
+        ("stop_token_ids", [1] * 129),
+        ("logprobs", 21),
+        ("logprobs", -1),
+        ("min_tokens", -1),
+        ("stream", "maybe"),
+        ("suffix", "and then"),
+        ("logit_bias", {"-1": 5}),
+        ("logit_bias", {"abc": 1}),
+        ("frequency_penalty", 0.5),
+        ("repetition_penalty", 1.2),
+        ("response_format", {"type": "json_object"}),
+    ],
+)
+def test_field_that_cannot_be_honoured(served, field, value):
+    body = {"model": "fake", "prompt": "1 2 3", field: value}
+    check_error(served.http.post(COMPLETIONS, json=body), 400, param=field)
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999"])
+@pytest.mark.parametrize("field", ["temperature", "top_p", "min_p"])
+def test_numbers_that_are_none(served, number, field):
+    body = f'{{"prompt": "1", "{field}": {number}}}'
+    answer = served.http.post(
+        COMPLETIONS, content=body, headers={"content-type": "application/json"}
+    )
+    check_error(answer, 400)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"null",
+        b'"text"',
+        b"\xff\xfe",
+        b'{"prompt": "\\ud800", "messages": [{"role": "user", "content": "1"}]}',
+        b"[" * 100_000,
+        b'{"prompt": ' + b"[" * 50_000 + b"]" * 50_000 + b"}",
+        b'{"model": "fake"}',
+    ],
+)
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_bodies_that_are_no_request(served, path, content):
+    answer = served.http.post(path, content=content, headers={"content-type": "application/json"})
+    check_error(answer, 400)
+
+
+def test_body_of_another_type(served):
+    answer = served.http.post(COMPLETIONS, content=b'{"prompt": "1"}')
+    assert "application/json" in check_error(answer, 400)
+
+
+def test_context_length_is_told_with_the_numbers(served):
+    body = {"prompt": [7] * 4000, "max_tokens": 97}
+    message = check_error(
+        served.http.post(COMPLETIONS, json=body), 400, "context_length_exceeded", "max_tokens"
+    )
+    assert all(number in message for number in ("4096", "4097", "4000", "97"))
+    body = {"prompt": [7] * 4096}
+    check_error(served.http.post(COMPLETIONS, json=body), 400, "context_length_exceeded", "prompt")
+
+
+def test_product_of_choices_and_prompts_is_bounded(served):
+    body = {"prompt": ["1"] * 17, "n": 16}
+    assert "256" in check_error(served.http.post(COMPLETIONS, json=body), 400, param="prompt")
+
+
+def test_conversation_is_bounded(served):
+    body = {"messages": [{"role": "user", "content": "1"}] * 4097}
+    assert "4096" in check_error(served.http.post(CHAT, json=body), 400, param="messages")
+
+
+def test_long_input_is_not_sent_back(served):
+    answer = served.http.post(COMPLETIONS, json={"prompt": "1", "model": "m" * 100_000})
+    check_error(answer, 404, "model_not_found")
+    assert len(answer.content) < 1500
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [("GET", "/v2/nothing", 404), ("GET", COMPLETIONS, 405), ("GET", "/v1/models/x", 404)],
+)
+def test_routes_that_do_not_exist(served, method, path, status):
+    check_error(served.http.request(method, path), status)
+
+
+def test_tools_and_images_are_refused_by_name(served):
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    with pytest.raises(openai.BadRequestError) as caught:
+        served.openai.chat.completions.create(
+            model="fake", messages=[{"role": "user", "content": "1"}], tools=tools
+        )
+    assert (caught.value.code, caught.value.param) == ("unsupported_parameter", "tools")
+
+
+def test_top_logprobs_need_logprobs(served):
+    body = {"messages": [{"role": "user", "content": "1"}], "top_logprobs": 2}
+    check_error(served.http.post(CHAT, json=body), 400, param="top_logprobs")
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_body_over_the_bound(start, chunked):
+    config = ServingConfig(("fake",), limits=ServingLimits(max_body_bytes=10_000))
+    with start(config=config) as served:
+        data = json.dumps({"prompt": "1 " * 6000}).encode()
+        pieces = (data[i : i + 1000] for i in range(0, len(data), 1000))
+        answer = served.http.post(
+            COMPLETIONS,
+            content=pieces if chunked else data,
+            headers={"content-type": "application/json"},
+        )
+        check_error(answer, 413, "request_too_large")
+        assert served.http.post(COMPLETIONS, json={"prompt": "1 " * 100}).status_code == 200
+
+
+def test_empty_prompt_where_the_model_has_a_bos(start):
+    tokenizer = WordTokenizer()
+    tokenizer.bos_token_id = 3
+    with start(FakeEngine(), tokenizer) as served:
+        served.http.post(COMPLETIONS, json={"prompt": ["", "1"], "max_tokens": 1})
+        assert sorted(ids for ids, _ in served.engine.calls.values()) == [[1], [3]]

@@ -1,0 +1,153 @@
+"""`/v1/chat/completions` through the openai package."""
+
+from __future__ import annotations
+
+import asyncio
+
+import openai
+import pytest
+
+from tests.serving.fakes import STORY
+
+ASK = [{"role": "user", "content": "lazy dog,"}]
+
+
+def test_answer(served):
+    answer = served.openai.chat.completions.create(model="fake", messages=ASK, max_tokens=3)
+    assert answer.object == "chat.completion"
+    assert answer.id.startswith("chatcmpl-")
+    (choice,) = answer.choices
+    assert (choice.message.role, choice.message.content) == ("assistant", "The 🦊 jumps ")
+    assert (choice.finish_reason, choice.logprobs) == ("length", None)
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (2, 3)
+
+
+def test_content_parts_and_later_limit_field(served):
+    served.engine.calls.clear()
+    answer = served.openai.chat.completions.create(
+        model="fake",
+        messages=[
+            {"role": "user", "content": [{"type": "text", "text": "1"}]},
+            {"role": "assistant", "content": None, "tool_calls": []},
+            {
+                "role": "user",
+                "content": [
+                    {"type": "text", "text": "2", "cache_control": {"type": "ephemeral"}},
+                    {"type": "text", "text": "3"},
+                ],
+            },
+        ],
+        max_tokens=9,
+        max_completion_tokens=2,
+        extra_body={"chat_template_kwargs": {"enable_thinking": False}},
+    )
+    ((ids, _),) = served.engine.calls.values()
+    assert ids == [1, 2, 3]
+    assert answer.usage.completion_tokens == 2
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_stream(served, n):
+    whole = served.openai.chat.completions.create(model="fake", messages=ASK, n=n, seed=4)
+    by_index = {index: [] for index in range(n)}
+    with served.openai.chat.completions.create(
+        model="fake", messages=ASK, n=n, seed=4, stream=True
+    ) as stream:
+        for chunk in stream:
+            assert chunk.object == "chat.completion.chunk"
+            (choice,) = chunk.choices
+            by_index[choice.index].append(choice)
+    for index, choices in by_index.items():
+        assert (choices[0].delta.role, choices[0].delta.content) == ("assistant", "")
+        assert [choice.finish_reason for choice in choices[:-1]] == [None] * (len(choices) - 1)
+        assert choices[-1].finish_reason == "stop"
+        assert choices[-1].delta.content is None
+        text = "".join(choice.delta.content or "" for choice in choices)
+        assert text == whole.choices[index].message.content
+
+
+@pytest.mark.parametrize(
+    ("options", "usages"),
+    [
+        (None, None),
+        ({"include_usage": False}, None),
+        ({"include_usage": True}, [None, None, None, None, 2]),
+        ({"include_usage": True, "continuous_usage_stats": True}, [1, 1, 2, 2, 2]),
+        ({"include_usage": True, "an_option_of_tomorrow": 1}, [None, None, None, None, 2]),
+        ({"continuous_usage_stats": True}, None),
+    ],
+)
+def test_usage_chunk_only_when_asked(served, options, usages):
+    chunks = list(
+        served.openai.chat.completions.create(
+            model="fake", messages=ASK, max_tokens=2, stream=True, stream_options=options
+        )
+    )
+    if usages is None:
+        assert [len(chunk.choices) for chunk in chunks] == [1, 1, 1, 1]
+        assert not any(chunk.usage for chunk in chunks)
+        return
+    assert [len(chunk.choices) for chunk in chunks] == [1, 1, 1, 1, 0]
+    assert [chunk.usage and chunk.usage.completion_tokens for chunk in chunks] == usages
+    assert (chunks[-1].usage.prompt_tokens, chunks[-1].usage.total_tokens) == (2, 4)
+
+
+def test_logprobs(served):
+    fields = {"messages": ASK, "max_tokens": 2, "logprobs": True, "top_logprobs": 3}
+    answer = served.openai.chat.completions.create(model="fake", **fields)
+    content = answer.choices[0].logprobs.content
+    assert [entry.token for entry in content] == ["The ", "🦊 "]
+    assert bytes(content[1].bytes).decode() == "🦊 "
+    assert [top.logprob for top in content[0].top_logprobs] == [0.0, -0.25, -9999.0]
+    stream = served.openai.chat.completions.create(model="fake", **fields, stream=True)
+    pieces = [chunk.choices[0].logprobs for chunk in stream]
+    assert [entry for piece in pieces if piece for entry in piece.content] == content
+
+
+def test_async_stream(served):
+    async def ask():
+        async with (
+            served.async_openai() as client,
+            await client.chat.completions.create(
+                model="fake", messages=ASK, stream=True, max_tokens=5
+            ) as stream,
+        ):
+            return [chunk.choices[0].delta.content or "" async for chunk in stream]
+
+    assert "".join(asyncio.run(ask())) == "".join(word + " " for word in STORY[:5])
+
+
+def test_stream_on_the_wire(served):
+    body = {"model": "fake", "messages": ASK, "stream": True, "max_tokens": 1}
+    answer = served.http.post("/v1/chat/completions", json=body)
+    assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
+    assert answer.headers["cache-control"] == "no-cache"
+    assert answer.headers["x-accel-buffering"] == "no"
+    events = answer.text.split("\n\n")
+    assert events[-2:] == ["data: [DONE]", ""]
+    assert all(event.startswith('data: {"') for event in events[:-2])
+
+
+@pytest.mark.parametrize(
+    ("messages", "sentence"),
+    [
+        ([{"role": "system", "content": "x"}], "System role not supported"),
+        ([], "messages"),
+        ([{"role": "user", "content": ""}], "empty prompt"),
+        ([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], "'text'"),
+        ([{"content": "who?"}], "role"),
+        ("hello", "list"),
+    ],
+)
+def test_messages_that_cannot_be_served(served, messages, sentence):
+    with pytest.raises(openai.BadRequestError, match=sentence) as caught:
+        served.openai.chat.completions.create(model="fake", messages=messages)
+    assert caught.value.param == "messages"
+
+
+@pytest.mark.parametrize("name", ["tokenize", "chat_template", "return_tensors"])
+def test_template_keywords_cannot_reach_past_the_template(served, name):
+    with pytest.raises(openai.BadRequestError, match=name):
+        served.openai.chat.completions.create(
+            model="fake", messages=ASK, extra_body={"chat_template_kwargs": {name: "x"}}
+        )
