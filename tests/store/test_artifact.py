@@ -83,9 +83,7 @@ def test_zarr_reads_the_payload_that_bypassed_it(built: Artifact, sample: Sample
                 own = read_planes(built, BlockKey(layer, expert, module), 0, MAX_BITS)
                 assert np.array_equal(planes[expert].view(np.uint8).reshape(own.shape), own)
             for bits in WIDTHS:
-                array = zarr.open_array(
-                    built.path / f"luts.zarr/{layer}.{module}.{bits}", mode="r"
-                )
+                array = zarr.open_array(built.path / f"luts.zarr/{layer}.{module}.{bits}", mode="r")
                 assert array.attrs["dtype"] == "bfloat16"
                 rows = GEOMETRY.shape(module).rows
                 expected = sample.luts[layer, module][bits].view(torch.uint16).numpy()
