@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 import shlex
+import signal
 import socket
 import time
 from collections.abc import Callable
@@ -22,7 +23,7 @@ from pw.serving.limits import shutting_down
 logger = logging.getLogger("pw.serving")
 
 MAX_HEADER_BYTES = 64 << 10
-CLOSE_SECONDS = 5  # for the last bytes of answers, after all sequences have ended
+CLOSE_SECONDS = 2  # for the last bytes of answers, after all sequences have ended
 
 
 def _print(message: str) -> None:
@@ -39,7 +40,7 @@ def serve(
     shutdown_timeout: float = 30.0,
     announce: Callable[[str], None] = _print,
 ) -> int:
-    """Serve until a signal; the first one drains, a second one forces.
+    """Serve until a signal; the first one drains, a second one cuts off.
 
     Args:
         engine: Started and stopped here.
@@ -73,12 +74,7 @@ def serve(
     message = how_to_call(url, context.model_name, chat=context.has_chat)
     server = DrainingServer(uvicorn_config, context, shutdown_timeout, lambda: announce(message))
 
-    async def run() -> None:
-        await server.serve(sockets=[listener])
-        if server.force_exit:  # uvicorn skips the app's own shutdown then
-            await engine.shutdown(0)
-
-    asyncio.run(run())
+    asyncio.run(server.serve(sockets=[listener]))
     return 1 if server.cut_off else 0
 
 
@@ -109,16 +105,19 @@ class DrainingServer(uvicorn.Server):
         if self.started:
             self._on_started()
 
-    def handle_exit(self, _sig: int, _frame: FrameType | None) -> None:
-        """Drain at the first signal, force at the second. The signal is not raised again."""
+    def handle_exit(self, sig: int, _frame: FrameType | None) -> None:
+        """Drain at the first signal, end it at the second, die at the third.
+
+        The signal is not raised again after the server has stopped: its exit code is ours.
+        """
         if self._context.gate.draining:
-            self.cut_off = self.cut_off or self._context.gate.open_sequences > 0
-            self.should_exit = self.force_exit = True
+            self._deadline = 0.0
+            signal.signal(sig, signal.SIG_DFL)
             return
         self._context.gate.draining = True
         self._deadline = time.monotonic() + self._shutdown_timeout
         logger.info(
-            "draining: %d open sequences, at most %.0f s; a second signal forces",
+            "draining: %d open sequences, at most %.0f s; a second signal cuts off",
             self._context.gate.open_sequences,
             self._shutdown_timeout,
         )

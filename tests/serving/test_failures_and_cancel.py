@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import socket
+import threading
 import time
 
 import httpx
@@ -13,7 +14,7 @@ import pytest
 
 from pw.serving.context import ServingConfig
 from pw.serving.limits import ServingLimits
-from tests.serving.fakes import FakeEngine
+from tests.serving.fakes import FakeEngine, WordTokenizer
 
 BREAK, RAISE, ABORT, REFUSE, MUTE = (
     FakeEngine.BREAK,
@@ -167,3 +168,25 @@ def test_dead_engine_is_told_at_once(start):
         assert answer.headers["retry-after"]
         served.engine.alive = True
         assert served.http.post("/v1/completions", json={"prompt": "1"}).is_success
+
+
+def test_long_tokenization_stalls_nobody(start):
+    class Slow(WordTokenizer):
+        def encode(self, text, *, add_special_tokens=True):
+            if text == "slow":
+                time.sleep(1.0)
+            return super().encode(text)
+
+    with start(FakeEngine(step_seconds=0.01), Slow()) as served:
+        stream = served.openai.completions.create(model="fake", prompt="1", stream=True)
+        next(stream)
+        slow = threading.Thread(
+            target=served.http.post, args=("/v1/completions",), kwargs={"json": {"prompt": "slow"}}
+        )
+        slow.start()
+        begin = time.monotonic()
+        list(stream)
+        assert httpx.get(f"{served.url}/health").status_code == 200
+        assert time.monotonic() - begin < 0.8
+        assert slow.is_alive()
+        slow.join()
