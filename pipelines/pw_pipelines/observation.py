@@ -43,6 +43,12 @@ class ObservedModel:
         self._experts: TorchExperts = experts.pw_experts
         self._original = self._experts.weight
 
+    def weight(self, key: BlockKey) -> Tensor:
+        """Unquantized weight [N, K] of a block."""
+        slot = self.geometry.slot(key.layer)
+        weight: Tensor = self._original(slot, key.expert, key.module, self.device)
+        return weight
+
     @torch.no_grad()
     def logits(
         self,

@@ -1,0 +1,252 @@
+"""The stage `sensitivity`: what each block costs at each width, in one unit over all layers.
+
+Two metrics. `output_gradient`: half the mean over calibration tokens of (g . dW x)^2, g the
+gradient of the text's loss at the block's output and x its input: the predicted rise of the loss in
+nats per token. `hessian`, the paper's: sum of h_j dW_ij^2, h the mean squared input; comparable
+within one kind of block only. The column energies sum_i dW_ij^2 give the same for the moments of
+any prompt.
+Both metrics are held against the measured divergence of a sample of blocks.
+
+Axes: L MoE layers, E experts, M modules (gate_up, down), W widths, N rows, K columns, n tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from pw.blocks import MODULES, BlockKey, ExpertGeometry, Module
+from pw.config import CalibrationConfig
+from pw.models.checkpoint import Checkpoint
+from pw.models.dense import ExpertCall, ExpertObserver
+from pw.models.tokenizer import load_tokenizer
+from pw.store.artifact import Artifact
+from pw_pipelines.agreement import Agreement, measure_agreement
+from pw_pipelines.calibration import calibration_set
+from pw_pipelines.dequantized import DequantizedBlocks
+from pw_pipelines.moments import THIN_TOKENS, Moments
+from pw_pipelines.observation import ObservedModel, batches
+from pw_pipelines.progress import Progress
+from pw_pipelines.source import source_checkpoint
+
+STAGE = "sensitivity"
+METRICS = ("output_gradient", "hessian")
+
+_CACHE_BYTES = 1 << 30  # of decoded errors kept between batches
+
+
+@dataclass(frozen=True)
+class SensitivityReport:
+    """What `sensitivity` found."""
+
+    widths: tuple[int, ...]
+    totals: dict[str, tuple[float, ...]]  # metric -> sum over all blocks at each width
+    agreement: Agreement
+    samples: int
+    tokens: int
+
+
+class GradientSums(ExpertObserver):
+    """Sums over tokens of (g . dW x)^2 / 2 for every block and width.
+
+    Args:
+        geometry: Of the experts.
+        widths: Number of widths W.
+        errors: dW [W, N, K] of a block.
+    """
+
+    def __init__(
+        self, geometry: ExpertGeometry, widths: int, errors: Callable[[BlockKey], Tensor]
+    ) -> None:
+        self.geometry = geometry
+        shape = (len(geometry.layers), geometry.experts, len(MODULES), widths)
+        self.sums = torch.zeros(shape, dtype=torch.float64)
+        self._errors = errors
+
+    def expert(self, call: ExpertCall) -> None:
+        """Wait for the gradients at the outputs of both blocks."""
+        self._watch(call, "gate_up", call.inputs.detach(), call.gate_up)
+        self._watch(call, "down", call.hidden.detach(), call.output)
+
+    def _watch(self, call: ExpertCall, module: Module, inputs: Tensor, output: Tensor) -> None:
+        key = BlockKey(self.geometry.layers[call.slot], call.expert, module)
+        sums = self.sums[call.slot, call.expert, MODULES.index(module)]
+
+        def take_in(gradient: Tensor) -> None:  # [n, N]
+            sums.add_(output_gradient_sums(self._errors(key), inputs, gradient).cpu())
+
+        output.register_hook(take_in)  # type: ignore[no-untyped-call]
+
+
+def output_gradient_sums(errors: Tensor, inputs: Tensor, gradients: Tensor) -> Tensor:
+    """[W] float64: sum over tokens of (g . dW x)^2 / 2; tokens that are not finite are left out.
+
+    Args:
+        errors: dW [W, N, K].
+        inputs: x [n, K].
+        gradients: g [n, N].
+    """
+    widths, rows, _ = errors.shape
+    outputs = (inputs @ errors.flatten(0, 1).T).view(-1, widths, rows)
+    dots = torch.einsum("nwr,nr->nw", outputs, gradients)
+    return torch.nan_to_num(dots.double().square(), nan=0.0, posinf=0.0).sum(0) / 2
+
+
+def run(
+    path: str | Path,
+    config: CalibrationConfig,
+    progress: Progress,
+    *,
+    model: str | None = None,
+    overwrite: bool = False,
+    device: str = "auto",
+) -> SensitivityReport:
+    """Measure all blocks of an artifact and store the table `sensitivity`.
+
+    Args:
+        path: Folder of the artifact.
+        config: Calibration text.
+        progress: Where to report.
+        model: The checkpoint it was made from; None = what the artifact names.
+        overwrite: Replace a table that was made with other settings.
+        device: "auto", "cpu" or "cuda".
+
+    Raises:
+        PwError: See its subclasses.
+    """
+    artifact = Artifact.open(path)
+    checkpoint = source_checkpoint(artifact, model)
+    samples = calibration_set(config, load_tokenizer(artifact.path))
+    inputs = {**artifact.digests("quantize", "moments"), "calibration": samples.digest}
+    if not artifact.table_done(STAGE, config, inputs, overwrite):
+        arrays, agreement = _measure(
+            artifact, checkpoint, samples.windows, config, progress, device
+        )
+        attrs = {"widths": list(_widths(artifact)), "metrics": list(METRICS)}
+        artifact.write_table(
+            STAGE, arrays, attrs, config, inputs, {"agreement": agreement}, overwrite
+        )
+    report = _report(artifact, samples.windows)
+    _print(report, progress)
+    return report
+
+
+def fill_rare(values: NDArray[np.float64], tokens: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Shrink scores [L, E, M, W] of rarely seen experts toward their layer's median.
+
+    With n tokens a score weighs n / (n + THIN_TOKENS); an expert that saw none gets the median: it
+    may be busy on other text and must not look free.
+    """
+    seen = (tokens > 0)[:, :, None, None]
+    median = np.nanmedian(np.where(seen, values, np.nan), axis=1, keepdims=True)
+    count = tokens[:, :, None, None].astype(np.float64)
+    shrunk = (count * values + THIN_TOKENS * median) / (count + THIN_TOKENS)
+    return np.where(count < THIN_TOKENS, shrunk, values)
+
+
+def _measure(
+    artifact: Artifact,
+    checkpoint: Checkpoint,
+    windows: Tensor,
+    config: CalibrationConfig,
+    progress: Progress,
+    device: str,
+) -> tuple[dict[str, NDArray[np.generic]], Agreement]:
+    moments = Moments.from_arrays(artifact.table("moments").arrays)
+    model = ObservedModel(checkpoint, device)
+    blocks = DequantizedBlocks(artifact, model.device)
+    errors = _cached(lambda key: blocks.errors(key, checkpoint.expert_weight(key)))
+    energies = _energies(artifact, errors)
+    sums = GradientSums(artifact.geometry, len(blocks.widths), errors)
+    with progress.stage(STAGE, windows.shape[0], "samples") as advance:
+        for batch in batches(windows):
+            model.backward(batch, sums)
+            advance(batch.shape[0])
+    predicted_tokens = windows.shape[0] * (windows.shape[1] - 1)
+    scores = {
+        "output_gradient": fill_rare(sums.sums.numpy() / predicted_tokens, moments.tokens),
+        "hessian": fill_rare(_hessian(energies, moments), moments.tokens),
+    }
+    agreement = measure_agreement(model, blocks, scores, windows, config.seed, progress)
+    arrays: dict[str, NDArray[np.generic]] = {
+        **{name: values.astype(np.float32) for name, values in scores.items()},
+        **{f"energy_{module}": energy for module, energy in energies.items()},
+    }
+    return arrays, agreement
+
+
+def _widths(artifact: Artifact) -> range:
+    return range(artifact.min_bits, artifact.max_bits + 1)
+
+
+def _cached(compute: Callable[[BlockKey], Tensor]) -> Callable[[BlockKey], Tensor]:
+    """Keep what `compute` gives until some memory is used up; the rest is computed every time."""
+    kept: dict[BlockKey, Tensor] = {}
+    used = 0
+
+    def get(key: BlockKey) -> Tensor:
+        nonlocal used
+        if key in kept:
+            return kept[key]
+        value = compute(key)
+        if used + value.nbytes <= _CACHE_BYTES:
+            kept[key] = value
+            used += value.nbytes
+        return value
+
+    return get
+
+
+def _energies(
+    artifact: Artifact, errors: Callable[[BlockKey], Tensor]
+) -> dict[Module, NDArray[np.float32]]:
+    """Column energies [L, E, W, K] of each module: sum over rows of dW^2."""
+    geometry = artifact.geometry
+    shape = (len(geometry.layers), geometry.experts, len(_widths(artifact)))
+    found: dict[Module, NDArray[np.float32]] = {
+        m: np.zeros((*shape, geometry.shape(m).cols), np.float32) for m in MODULES
+    }
+    for key in list(geometry.keys()):
+        energy = errors(key).double().square().sum(1)
+        found[key.module][geometry.slot(key.layer), key.expert] = energy.cpu().numpy()
+    return found
+
+
+def _hessian(energies: dict[Module, NDArray[np.float32]], moments: Moments) -> NDArray[np.float64]:
+    """Sum of h_j dW_ij^2, [L, E, M, W]."""
+    parts = [
+        np.einsum("lewk,lek->lew", energies[m].astype(np.float64), moments.of(m)) for m in MODULES
+    ]
+    return np.stack(parts, axis=2)
+
+
+def _report(artifact: Artifact, windows: Tensor) -> SensitivityReport:
+    arrays = artifact.table(STAGE).arrays
+    stored = artifact.manifest.stages[STAGE].report["agreement"]
+    return SensitivityReport(
+        widths=tuple(_widths(artifact)),
+        totals={m: tuple(arrays[m].sum((0, 1, 2), dtype=np.float64).tolist()) for m in METRICS},
+        agreement=Agreement(**stored),
+        samples=windows.shape[0],
+        tokens=windows.numel(),
+    )
+
+
+def _print(report: SensitivityReport, progress: Progress) -> None:
+    rises = ", ".join(
+        f"{b} bits {rise:+.4f}"
+        for b, rise in zip(report.widths, report.totals["output_gradient"], strict=True)
+    )
+    progress.note(f"predicted rise of the loss, nats per token, all blocks at: {rises}")
+    found = report.agreement
+    ranks = ", ".join(f"{metric} {rank:.2f}" for metric, rank in found.spearman.items())
+    progress.note(
+        f"rank correlation with the measured divergence of {found.blocks} blocks at "
+        f"{found.bits} bits: {ranks}"
+    )
