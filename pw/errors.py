@@ -63,6 +63,8 @@ class RequestError(PwError):
         status: HTTP status.
     """
 
+    exit_code = 2
+
     def __init__(
         self,
         message: str,

@@ -4,7 +4,7 @@ import ast
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -47,7 +47,7 @@ def module_name(path: Path) -> str:
 
 
 def unit_of(module: str) -> str:
-    """The longest unit that holds a module: `pw.store.planes` -> `pw.store`, `pw.blocks` -> `pw`."""
+    """The unit that holds a module: `pw.store.planes` -> `pw.store`, `pw.blocks` -> `pw`."""
     parts = module.split(".")
     two = ".".join(parts[:2])
     return two if two in FLOOR_OF else parts[0]
@@ -101,6 +101,26 @@ def test_imports_go_down_only() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+Plant = Callable[[str, str], Path]
+
+
+@pytest.fixture
+def plant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Plant:
+    """Writes one source file into an empty tree that the rules then take for ours."""
+    here = sys.modules[__name__]
+    parents = {name: tmp_path / parent.relative_to(ROOT) for name, parent in PACKAGES.items()}
+    monkeypatch.setattr(here, "ROOT", tmp_path)
+    monkeypatch.setattr(here, "PACKAGES", parents)
+
+    def write(file: str, text: str) -> Path:
+        path = tmp_path / file
+        path.parent.mkdir(parents=True)
+        path.write_text(text)
+        return path
+
+    return write
+
+
 @pytest.mark.parametrize(
     ("file", "text", "count"),
     [
@@ -112,24 +132,15 @@ def test_imports_go_down_only() -> None:
         ("pw/planning/__init__.py", "from .planner import plan\nfrom .. import errors", 0),
         ("pw/blocks.py", "from pw.store import planes", 1),
         ("pw/engine/x.py", "import pw_pipelines.quantize", 1),
+        ("pw/evaluation/x.py", "import pw_pipelines.quantize", 1),
         ("pw/cli/x.py", "import pw_pipelines.quantize", 0),
         ("kernels/pw_kernels/x.py", "from pw.errors import PwError", 1),
     ],
 )
 def test_the_import_rule_finds_what_it_should(
-    file: str, text: str, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    file: str, text: str, count: int, plant: Plant
 ) -> None:
-    path = tmp_path / file
-    path.parent.mkdir(parents=True)
-    path.write_text(text)
-    here = sys.modules[__name__]
-    monkeypatch.setattr(here, "ROOT", tmp_path)
-    monkeypatch.setattr(
-        here,
-        "PACKAGES",
-        {"pw": tmp_path, "pw_kernels": tmp_path / "kernels", "pw_pipelines": tmp_path / "pipelines"},
-    )
-    assert len(arrows_up(path)) == count
+    assert len(arrows_up(plant(file, text))) == count
 
 
 def test_shared_nouns_need_the_standard_library_only() -> None:
@@ -144,7 +155,7 @@ def test_kernels_import_tensor_libraries_only() -> None:
     known = {"torch", "triton", "numba", "numpy", "pw_kernels"}
     for path in sources():
         if unit_of(module_name(path)) == "pw_kernels":
-            for line, name, at_top in imports(path):
+            for line, name, _ in imports(path):
                 first = name.split(".")[0]
                 assert first in sys.stdlib_module_names or first in known, f"{path}:{line}: {name}"
 
@@ -172,7 +183,7 @@ def test_help_loads_neither_torch_nor_transformers() -> None:
         "try:\n    main(['--help'])\n"
         "except SystemExit as stop:\n    assert not stop.code, stop.code\n"
         "heavy = {'torch', 'transformers', 'numpy', 'zarr', 'triton', 'numba', 'fastapi'}\n"
-        "sys.exit(', '.join(sorted(heavy & set(sys.modules))))\n"
+        "sys.exit(', '.join(sorted(heavy & set(sys.modules))) or 0)\n"
     )
     path = os.pathsep.join(str(parent) for parent in PACKAGES.values())
     done = subprocess.run(
@@ -182,7 +193,7 @@ def test_help_loads_neither_torch_nor_transformers() -> None:
         text=True,
         check=False,
     )
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 0, done.stdout + done.stderr
     assert "calibrate" in done.stdout
 
 
@@ -190,7 +201,6 @@ def test_folders_that_must_not_be_packages() -> None:
     # transformers probes find_spec("kernels"): a package of that name breaks every model import
     for folder in ("kernels", "pipelines", "pw/assets"):
         assert not (ROOT / folder / "__init__.py").exists(), folder
-    assert not list((ROOT / "tests").rglob("__init__.py"))
 
 
 def test_test_files_have_unique_names() -> None:
@@ -223,18 +233,19 @@ def test_nothing_from_outside_is_unpickled_or_executed() -> None:
 
 
 @pytest.mark.parametrize(
-    "text",
-    ["import pickle", "torch.load(p)", "run(x, shell=True)", "f(trust_remote_code=flag)", "eval(s)"],
+    ("text", "count"),
+    [
+        ("import pickle", 1),
+        ("torch.load(p)", 1),
+        ("yaml.load(p)", 1),
+        ("run(x, shell=True)", 1),
+        ("f(trust_remote_code=flag)", 1),
+        ("eval(s)", 1),
+        ("model.eval()\nf(trust_remote_code=False)\nyaml.safe_load(p)", 0),
+    ],
 )
-def test_the_safety_rule_finds_what_it_should(text: str) -> None:
-    path = ROOT / "pw" / "blocks.py"
-    original = path.read_text
-
-    class Planted(type(path)):  # type: ignore[misc]
-        def read_text(self, encoding: str | None = None) -> str:
-            return original(encoding=encoding) + "\n" + text + "\n"
-
-    assert list(unsafe(Planted(path)))
+def test_the_safety_rule_finds_what_it_should(text: str, count: int, plant: Plant) -> None:
+    assert len(list(unsafe(plant("pw/store/x.py", text)))) == count
 
 
 def test_long_files_are_listed_with_a_reason() -> None:

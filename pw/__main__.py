@@ -1,0 +1,5 @@
+"""`python -m pw` is `pw`."""
+
+from pw.cli import main
+
+main()

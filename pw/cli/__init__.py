@@ -1,0 +1,86 @@
+"""The command line: one thin function per command. Knows no algorithm; every command imports its
+stage inside, so that `pw --help` loads neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+from pw import __version__
+from pw.cli.command import UsageError, add_command, print_error
+from pw.cli.inspection import env, inspect
+from pw.cli.measurement import bench, evaluate
+from pw.cli.offline import calibrate, fit_residuals, quantize, sensitivity, trace
+from pw.cli.runtime import generate, serve
+from pw.errors import PwError
+
+app = typer.Typer(
+    name="pw",
+    help="Serve Mixture-of-Experts models whose weights and KV cache share one memory budget.",
+    epilog="Exit codes: 0 done, 1 failure, 2 wrong usage, 3 artifact invalid, 4 does not fit in "
+    "the memory budget, 5 stopped half way (the same command resumes), 130 interrupted.",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    rich_markup_mode="rich",
+)
+for _panel, _functions in {
+    "Make an artifact": (calibrate, quantize, sensitivity, trace, fit_residuals),
+    "Run a model": (serve, generate),
+    "Measure": (evaluate, bench),
+    "Look": (inspect, env),
+}.items():
+    for _function in _functions:
+        add_command(app, _function, panel=_panel, name="eval" if _function is evaluate else None)
+
+
+@app.callback(invoke_without_command=True)
+def _root(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+) -> None:
+    if version:
+        typer.echo(f"pw {__version__}")
+        raise typer.Exit
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run one command and leave with its exit code.
+
+    Args:
+        arguments: What follows `pw`; None takes the process's own.
+
+    Raises:
+        SystemExit: Always, with the exit code.
+    """
+    try:
+        code = app(args=arguments, prog_name="pw", standalone_mode=False)
+    except UsageError as error:
+        code = 2
+        print_error(_as_usage(error))
+    except typer.Abort:
+        code = 1
+    if code == 130:
+        print("interrupted", file=sys.stderr)
+    sys.stdout.flush()
+    sys.exit(code)
+
+
+def _as_usage(error: Exception) -> PwError:
+    """The parser's complaint in our form: one line, then the nearest flag or the help to read."""
+    context = getattr(error, "ctx", None)
+    hint = f"see `{context.command_path if context else 'pw'} --help`"
+    nearest = getattr(error, "possibilities", None)
+    message = str(error.message if nearest else error.format_message())  # type: ignore[attr-defined]
+    message, _, suggestion = message.partition(" Did you mean ")
+    if nearest:
+        hint = "did you mean " + " or ".join(f"`{option}`" for option in sorted(nearest)) + "?"
+    elif suggestion:
+        hint = "did you mean " + suggestion.replace("'", "`")
+    message = " ".join(message.split()).rstrip(".").replace("'", "`")
+    return PwError(message[:1].lower() + message[1:], hint)

@@ -1,0 +1,188 @@
+"""Commands that measure: quality of a policy on a text, speed beside transformers."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from pw.cli.command import print_json
+from pw.cli.locate import TINY, artifact_path
+from pw.cli.offline import build, progress_of
+from pw.cli.options import Calibration, Common, Planner, Runtime, Widths
+from pw.config import EngineConfig, PrecisionPolicy
+from pw.errors import ConfigError
+
+_TEXT = "Text"
+
+ModelName = Annotated[
+    str, typer.Argument(metavar="MODEL", help="An artifact (see `pw calibrate`), or `tiny`.")
+]
+
+
+def evaluate(
+    model: ModelName,
+    runtime: Runtime,
+    planner: Planner,
+    common: Common,
+    text: Annotated[
+        str,
+        typer.Option(
+            help="A .txt, a .jsonl with `text`, or `bundled` (held-out).",
+            metavar="FILE",
+            rich_help_panel=_TEXT,
+        ),
+    ] = "bundled",
+    seqlen: Annotated[
+        int,
+        typer.Option(help="Tokens of a chunk, each a context of its own.", rich_help_panel=_TEXT),
+    ] = 2048,
+    max_chunks: Annotated[
+        int | None, typer.Option(help="Chunks at most.", rich_help_panel=_TEXT)
+    ] = None,
+    concurrency: Annotated[
+        int, typer.Option(help="Chunks scored at a time.", rich_help_panel=_TEXT)
+    ] = 4,
+    baseline: Annotated[
+        Path | None,
+        typer.Option(
+            help="An earlier --json result to compare with, chunk by chunk.", rich_help_panel=_TEXT
+        ),
+    ] = None,
+) -> None:
+    """Perplexity of a text under a precision policy, with all bytes by class."""
+    config = runtime.config(planner)
+    earlier = None if baseline is None else _read_baseline(baseline)
+    path = artifact_path(model, quiet=common.quiet)
+
+    from pw.engine.engine import Engine
+    from pw.evaluation.bootstrap import paired_interval
+    from pw.evaluation.perplexity import cut_chunks, perplexity
+    from pw_pipelines.calibration import bos_prefix
+
+    engine = Engine.from_artifact(path, config)
+    prefix = bos_prefix(engine.tokenizer)
+    tokens = engine.tokenizer.encode(_read_text(text), add_special_tokens=False)
+    chunks = cut_chunks(tokens, seqlen, prefix=prefix, limit=max_chunks)
+    with progress_of(common).stage("eval", len(chunks), "chunks") as advance:
+        report = perplexity(
+            engine, chunks, prefix=len(prefix), concurrency=concurrency, advance=advance
+        )
+    result: dict[str, Any] = asdict(report)
+    result["bytes"]["total"] = report.bytes.total
+    if earlier is not None:
+        result["nll_difference"] = asdict(paired_interval(report.chunk_nll, earlier))
+    if common.json:
+        print_json(result)
+    else:
+        _print_report(result)
+
+
+def _read_text(name: str) -> str:
+    """The text to score: documents joined by a blank line."""
+    from pw.models.resolve import asset
+    from pw_pipelines.calibration import load_documents
+
+    documents = load_documents(str(asset("heldout.jsonl")) if name == "bundled" else name)
+    if not all(isinstance(document, str) for document in documents):
+        raise ConfigError(f"perplexity needs plain text, not chats: `{name}`")
+    return "\n\n".join(document for document in documents if isinstance(document, str))
+
+
+def _read_baseline(path: Path) -> list[float]:
+    try:
+        values = json.loads(path.read_text("utf-8"))["chunk_nll"]
+        return [float(value) for value in values]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"not a result of `pw eval --json`: `{path}`",
+            "save one with `pw eval ... --json > FILE`",
+        ) from error
+
+
+def _print_report(result: dict[str, Any]) -> None:
+    nll = result["nll"]
+    print(f"policy      {result['policy']}, mean {result['mean_bits']:.2f} bits")
+    print(f"perplexity  {result['perplexity']:.3f}")
+    print(
+        f"nll         {nll['mean']:.4f} nats a token "
+        f"[{nll['low']:.4f}, {nll['high']:.4f}] over {len(result['chunk_nll'])} chunks "
+        f"of {result['chunk_tokens']} tokens"
+    )
+    if "nll_difference" in result:
+        difference = result["nll_difference"]
+        print(
+            f"difference  {difference['mean']:+.4f} "
+            f"[{difference['low']:+.4f}, {difference['high']:+.4f}] against the baseline"
+        )
+    print(f"bytes       {result['bytes']['total']:,} of {result['bytes']['budget']:,}")
+    for name, value in result["bytes"].items():
+        if value and name not in ("total", "budget"):
+            print(f"  {name:<14}{value:>16,}")
+    print(f"over budget {result['bytes_over_budget']} bytes")
+
+
+def bench(
+    common: Common,
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="A checkpoint folder, a hub id, or `tiny`.")
+    ] = TINY,
+    batch_size: Annotated[
+        list[int] | None, typer.Option(help="Requests at a time; repeatable (default: 1 and 8).")
+    ] = None,
+    input_len: Annotated[int, typer.Option(help="Tokens of each prompt.")] = 64,
+    output_len: Annotated[int, typer.Option(help="Tokens made for each prompt.")] = 64,
+    repeats: Annotated[int, typer.Option(help="Timed runs; the median counts.")] = 3,
+    bits: Annotated[int, typer.Option(help="Width of every block in the speed runs.")] = 4,
+) -> None:
+    """Measure speed: calibration, planner, tokens per second beside transformers."""
+    import tempfile
+
+    from pw.engine.engine import Engine
+    from pw.evaluation.speed import Load, engine_speed, planner_seconds, transformers_speed
+    from pw.models.resolve import resolve_model
+
+    folder = resolve_model(model)
+    loads = [Load(batch, input_len, output_len) for batch in batch_size or (1, 8)]
+    config = EngineConfig(policy=PrecisionPolicy("static", bits=bits))
+    with tempfile.TemporaryDirectory() as temporary:
+        path = Path(temporary) / "bench.pw"
+        started = time.monotonic()
+        build(model, path, Widths(), Calibration(), common)
+        calibrate_seconds = time.monotonic() - started
+        engine = Engine.from_artifact(path, config)
+        vocabulary = engine.tokenizer.vocab_size
+        ours = [engine_speed(engine, load, vocabulary, repeats=repeats) for load in loads]
+    theirs = transformers_speed(folder, loads, vocabulary, repeats=repeats)
+    result = {
+        "model": model,
+        "calibrate_seconds": calibrate_seconds,
+        "planner_seconds": planner_seconds(),
+        "planner_entries": 17_280,
+        "bits": bits,
+        "tokens_per_second": [
+            asdict(load) | {"pw": mine, "transformers": other}
+            for load, mine, other in zip(loads, ours, theirs, strict=True)
+        ],
+    }
+    if common.json:
+        print_json(result)
+    else:
+        _print_speed(result)
+
+
+def _print_speed(result: dict[str, Any]) -> None:
+    print(f"calibrate `{result['model']}`  {result['calibrate_seconds']:.1f} s")
+    print(
+        f"planner, {result['planner_entries']:,} entries  {result['planner_seconds'] * 1e3:.2f} ms"
+    )
+    for row in result["tokens_per_second"]:
+        print(
+            f"batch {row['batch_size']}, {row['input_len']} + {row['output_len']} tokens  "
+            f"{row['pw']:.0f} tokens/s at {result['bits']} bits, "
+            f"transformers {row['transformers']:.0f}, ratio {row['pw'] / row['transformers']:.2f}"
+        )

@@ -1,0 +1,197 @@
+"""Commands that make an artifact: quantize, sensitivity, trace, fit-residuals, or several in a row.
+
+Reports go to stdout, progress to stderr.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from pw.cli.command import print_json
+from pw.cli.locate import artifact_path, default_output
+from pw.cli.options import Calibration, Common, Widths
+
+if TYPE_CHECKING:
+    from pw_pipelines.progress import Progress
+    from pw_pipelines.quantize import QuantizeReport
+
+Model = Annotated[
+    str, typer.Argument(metavar="MODEL", help="A checkpoint folder, a hub id, or `tiny` (bundled).")
+]
+Artifact = Annotated[
+    str, typer.Argument(metavar="ARTIFACT", help="A folder that `pw quantize` made, or `tiny`.")
+]
+Source = Annotated[
+    str | None,
+    typer.Option(
+        "--model",
+        metavar="MODEL",
+        help="The unquantized model (default: where it was when the artifact was made).",
+    ),
+]
+Output = Annotated[
+    Path | None,
+    typer.Option("--output", "-o", help="The artifact's folder.", show_default="<name>.pw"),
+]
+Overwrite = Annotated[
+    bool, typer.Option("--overwrite", help="Replace what was made with other settings.")
+]
+
+
+def progress_of(common: Common) -> Progress:
+    """Progress as the user wants to see it: a bar, lines, JSON lines, or nothing."""
+    from pw_pipelines.progress import Progress, Style
+
+    style = Style.QUIET if common.quiet else Style.JSON if common.json else None
+    return Progress(style, verbose=common.verbose)
+
+
+def calibrate(
+    model: Model,
+    widths: Widths,
+    calibration: Calibration,
+    common: Common,
+    output: Output = None,
+    overwrite: Overwrite = False,
+) -> None:
+    """Do all that serving needs: quantize, then sensitivity, then trace.
+
+    Stopped at any moment, the same command goes on where it was. `pw fit-residuals` may follow.
+    """
+    path = output or default_output(model)
+    reports = build(model, path, widths, calibration, common, overwrite=overwrite)
+    if common.json:
+        print_json(reports)
+    else:
+        _print_quantized(reports["quantize"])
+        print(f"next: `pw fit-residuals {path}`, then `pw serve {path}`")
+
+
+def build(
+    model: str,
+    output: Path,
+    widths: Widths,
+    calibration: Calibration,
+    common: Common,
+    *,
+    overwrite: bool = False,
+) -> dict[str, Any]:
+    """Run the three stages of `pw calibrate`; what is done already is not done again.
+
+    Returns:
+        The report of each stage.
+    """
+    config = widths.config(calibration)
+    progress = progress_of(common)
+    device = calibration.device
+
+    from pw_pipelines import quantize, sensitivity, trace
+
+    quantized = quantize.run(model, output, config, progress, overwrite=overwrite, device=device)
+    reports: dict[str, Any] = {"quantize": quantized}
+    for name, stage in (("sensitivity", sensitivity.run), ("trace", trace.run)):
+        reports[name] = stage(
+            output, config.calibration, progress, model=model, overwrite=overwrite, device=device
+        )
+    return reports
+
+
+def quantize(
+    model: Model,
+    widths: Widths,
+    calibration: Calibration,
+    common: Common,
+    output: Output = None,
+    overwrite: Overwrite = False,
+) -> None:
+    """Turn the experts into nested bit-planes with a lookup table per width."""
+    config = widths.config(calibration)
+
+    from pw_pipelines import quantize as stage
+
+    report = stage.run(
+        model,
+        output or default_output(model),
+        config,
+        progress_of(common),
+        overwrite=overwrite,
+        device=calibration.device,
+    )
+    if common.json:
+        print_json(report)
+    else:
+        _print_quantized(report)
+
+
+def _print_quantized(report: QuantizeReport) -> None:
+    dense = report.dense_bytes
+    print(f"{report.path}: {report.blocks} blocks at {report.min_bits} to {report.max_bits} bits")
+    print(f"  experts unquantized {dense:>16,} bytes")
+    for bits, size in report.bytes_by_width.items():
+        print(f"  at {bits} bits           {size:>16,} bytes  {size / dense:.0%}")
+    coverage = ", ".join(f"{count} {name}" for name, count in report.coverage.items())
+    print(f"  calibration tokens  {report.tokens:>16,}, experts: {coverage}")
+
+
+def sensitivity(
+    artifact: Artifact,
+    calibration: Calibration,
+    common: Common,
+    source: Source = None,
+    overwrite: Overwrite = False,
+) -> None:
+    """Measure what each block costs at each width, in one unit over all layers."""
+    config = calibration.config()
+    path = artifact_path(artifact, quiet=common.quiet)
+
+    from pw_pipelines import sensitivity as stage
+
+    report = stage.run(
+        path,
+        config,
+        progress_of(common),
+        model=source,
+        overwrite=overwrite,
+        device=calibration.device,
+    )
+    if common.json:
+        print_json(report)
+
+
+def trace(
+    artifact: Artifact,
+    calibration: Calibration,
+    common: Common,
+    source: Source = None,
+    overwrite: Overwrite = False,
+) -> None:
+    """Record which experts each calibration prompt uses, and what residuals it has."""
+    config = calibration.config()
+    path = artifact_path(artifact, quiet=common.quiet)
+
+    from pw_pipelines import trace as stage
+
+    report = stage.run(
+        path,
+        config,
+        progress_of(common),
+        model=source,
+        overwrite=overwrite,
+        device=calibration.device,
+    )
+    if common.json:
+        print_json(report)
+
+
+def fit_residuals(artifact: Artifact, common: Common, overwrite: Overwrite = False) -> None:
+    """Fit the heads that predict a prompt's residuals; those that lose to zero are dropped."""
+    path = artifact_path(artifact, quiet=common.quiet)
+
+    from pw_pipelines import residuals as stage
+
+    report = stage.run(path, progress_of(common), overwrite=overwrite)
+    if common.json:
+        print_json(report)

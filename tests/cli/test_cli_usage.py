@@ -1,0 +1,202 @@
+"""Exit codes and messages of what users get wrong, through the real runner."""
+
+from pathlib import Path
+
+import pytest
+
+from pw import __version__
+from pw.cli import app
+from pw.cli.options import Planner, Runtime
+
+COMMANDS = [
+    *("calibrate", "quantize", "sensitivity", "trace", "fit-residuals"),
+    *("serve", "generate", "eval", "bench", "inspect", "env"),
+]
+
+
+def test_version(run):
+    assert run("--version") == (0, f"pw {__version__}\n", "")
+
+
+def test_no_command_shows_the_help_in_the_order_of_the_work(run):
+    done = run()
+    assert done.code == 0
+    lines = [line.strip("│ ").split(" ")[0] for line in done.out.splitlines()]
+    assert [word for word in lines if word in COMMANDS] == COMMANDS
+    for panel in ("Make an artifact", "Run a model", "Measure", "Look"):
+        assert panel in done.out
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help_and_the_common_flags(run, command):
+    done = run(command, "-h")
+    assert done.code == 0
+    for flag in ("--quiet", "--verbose", "--json"):
+        assert flag in done.out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "error", "hint"),
+    [
+        ("srve", 2, "no such command `srve`", "did you mean `serve`?"),
+        ("inspekt x", 2, "no such command `inspekt`", "did you mean `inspect`?"),
+        ("xyzzy", 2, "no such command `xyzzy`", "see `pw --help`"),
+        ("serve", 2, "missing argument `MODEL`", "see `pw serve --help`"),
+        (
+            "serve x --max-modle-len 3",
+            2,
+            "no such option: --max-modle-len",
+            "did you mean `--max-model-len`?",
+        ),
+        ("serve x --xyzzy", 2, "no such option: --xyzzy", "see `pw serve --help`"),
+        ("serve x --port many", 2, "invalid value for `--port`", "see `pw serve --help`"),
+        ("serve x --port", 2, "option `--port` requires an argument", "see `pw --help`"),
+        ("serve x --memory-budget 3x", 2, "not a size in bytes: `3x`", "`24MiB`"),
+        (
+            "serve x --memory-budget 3MB --gpu-memory-utilization 0.5",
+            2,
+            "--memory-budget and --gpu-memory-utilization exclude each other: 3MB, 0.5",
+            "give one of them",
+        ),
+        ("serve x --gpu-memory-utilization 1.5", 2, "must be in (0, 1]: 1.5", ""),
+        ("serve x --precision-policy static:9", 2, "static width must be 2 to 8", ""),
+        ("serve x --precision-policy magic", 2, "unknown precision policy: `magic`", "adaptive"),
+        ("serve x --max-model-len 3q", 2, "--max-model-len must be tokens", ""),
+        ("serve x --low-watermark 0.5 --high-watermark 0.2", 2, "low 0.5, high 0.2", ""),
+        ("serve x --planner best", 2, "planner must be hull or greedy: `best`", ""),
+        ("generate x hi --temperature 3", 2, "temperature must be between 0 and 2: 3.0", ""),
+        ("calibrate tiny --max-bits many", 2, "--max-bits must be a number or auto: `many`", ""),
+        ("calibrate tiny --max-bits 9", 2, "max_bits must be between min_bits (2) and 8: 9", ""),
+        ("calibrate tiny --nsamples 0", 2, "nsamples must be at least 1: 0", ""),
+        ("quantize tiny --min-bits 5", 2, "min_bits must be 2 or 3: 5", ""),
+    ],
+)
+def test_wrong_usage_is_one_line_and_a_hint(run, arguments, code, error, hint):
+    done = run(*arguments.split())
+    assert done.code == code
+    first, *rest = done.err.splitlines()
+    assert first.startswith("error: ")
+    assert error in first
+    assert hint in "".join(rest)
+    assert len(rest) <= 1
+    assert all(line.startswith("hint: ") for line in rest)
+    assert done.out == ""
+
+
+@pytest.mark.parametrize("command", ["serve", "generate", "eval", "inspect", "fit-residuals"])
+def test_what_is_no_artifact_is_refused_with_the_line_to_run(run, command, tmp_path):
+    checkpoint = tmp_path / "Mixtral-8x7B-v0.1"
+    checkpoint.mkdir()
+    (checkpoint / "config.json").write_text("{}")
+    tail = ("hi",) if command == "generate" else ()
+
+    done = run(command, str(checkpoint), *tail)
+    assert done.code == 3
+    assert done.err.startswith(
+        f"error: not an artifact but an unquantized checkpoint: `{checkpoint}`"
+    )
+    assert f"`pw calibrate {checkpoint} -o Mixtral-8x7B-v0.1.pw`" in done.err
+
+    done = run(command, "Qwen/Qwen1.5-MoE-A2.7B@main", *tail)
+    assert done.code == 3
+    assert "`pw calibrate Qwen/Qwen1.5-MoE-A2.7B@main -o Qwen1.5-MoE-A2.7B.pw`" in done.err
+
+    done = run(command, str(tmp_path / "no.pw"), *tail)
+    assert done.code == 3
+    assert f"no such artifact: `{tmp_path / 'no.pw'}`" in done.err
+    assert f"-o {tmp_path / 'no.pw'}`" in done.err
+
+    (tmp_path / "half.pw.partial").mkdir()
+    done = run(command, str(tmp_path / "half.pw"), *tail)
+    assert done.code == 3
+    assert "artifact is not finished" in done.err
+    assert "resume it" in done.err
+
+
+def test_a_taken_port_is_found_before_the_model_is_loaded(run):
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        done = run("serve", "missing.pw", "--port", str(port))
+    assert done.code == 2
+    assert f"cannot listen on 127.0.0.1:{port}" in done.err
+    assert "--port" in done.err.splitlines()[1]
+
+
+def test_verbose_shows_the_traceback_and_the_same_last_lines(run):
+    quiet = run("inspect", "missing.pw")
+    verbose = run("inspect", "missing.pw", "-v")
+    assert "Traceback" not in quiet.err
+    assert "Traceback" in verbose.err
+    assert verbose.err.endswith(quiet.err)
+    assert verbose.code == quiet.code == 3
+
+
+def test_flags_are_environment_variables_and_the_command_line_wins(run, monkeypatch):
+    monkeypatch.setenv("PW_MAX_MODEL_LEN", "from-env")
+    done = run("serve", "x.pw", "--port", "0")
+    assert "`from-env`" in done.err
+    done = run("generate", "x.pw", "hi", "--max-model-len", "4k")
+    assert "no such artifact" in done.err
+    monkeypatch.setenv("PW_PORT", "many")
+    assert "`--port`" in run("serve", "x.pw").err
+
+
+@pytest.mark.parametrize("flag", ["--max-model-len", "--max_model_len"])
+def test_both_spellings_are_accepted(run, flag):
+    assert "must be tokens like `4096` or `16k`, or auto: `x`" in run("serve", "m", flag, "x").err
+
+
+def test_ctrl_c_is_130(run, monkeypatch):
+    def interrupted(*_: object, **__: object) -> Path:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("pw.cli.inspection.artifact_path", interrupted)
+    done = run("inspect", "x.pw")
+    assert done.code == 130
+    assert done.err == "interrupted\n"
+
+
+def test_what_the_system_refuses_is_one_line(run, tmp_path):
+    done = run("eval", "x.pw", "--baseline", str(tmp_path / "none.json"))
+    assert done.code == 1
+    assert done.err.startswith(f"error: no such file or directory: `{tmp_path / 'none.json'}`")
+    (tmp_path / "bad.json").write_text("{}")
+    done = run("eval", "x.pw", "--baseline", str(tmp_path / "bad.json"))
+    assert done.code == 2
+    assert "not a result of `pw eval --json`" in done.err
+
+
+def test_our_bugs_keep_their_traceback(monkeypatch):
+    def broken(*_: object, **__: object) -> Path:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr("pw.cli.inspection.artifact_path", broken)
+    with pytest.raises(ZeroDivisionError):
+        app(["inspect", "x.pw"], standalone_mode=False)
+
+
+def test_flags_reach_the_settings():
+    config = Runtime(
+        memory_budget="24MiB",
+        precision_policy="static:4",
+        max_model_len="16k",
+        page_bytes="8KiB",
+        seed=7,
+    ).config(Planner(sensitivity_metric="hessian", transfer_budget="1MiB"), max_num_queued_reqs=3)
+    assert config.memory_budget == 24 * 2**20
+    assert (config.policy.kind, config.policy.bits) == ("static", 4)
+    assert config.max_model_len == 16384
+    assert config.page_bytes == 8192
+    assert (config.seed, config.max_num_queued_reqs) == (7, 3)
+    assert config.planner.metric == "hessian"
+    assert config.planner.transfer_budget_bytes == 2**20
+
+
+def test_defaults_of_the_flags_are_those_of_the_settings():
+    from pw.cli.options import Calibration, Widths
+    from pw.config import CalibrationConfig, EngineConfig, QuantizeConfig
+
+    assert Runtime().config(Planner()) == EngineConfig()
+    assert Widths().config(Calibration()) == QuantizeConfig(calibration=CalibrationConfig())
