@@ -6,21 +6,24 @@ only for the parts of a batch that are prompt, and only when a planner wants the
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from pw.blocks import ExpertGeometry
-from pw.engine.context import StepBatch
+from pw.engine.context import PrefillSpan, StepBatch
+from pw.engine.statistics import PromptStatistics
 from pw.memory.arena import Arena
 from pw.memory.page_table import WeightPageTable
 from pw.models.experts import Activation
 from pw_kernels import dispatch
 from pw_kernels.dense import dense_moe
 from pw_kernels.pages import WeightPages
+from pw_kernels.reference import Observer
 
-Biases = tuple[tuple[Tensor, Tensor], ...]  # per MoE layer: gate_up [E, 2I], down [E, H]
+Biases = Sequence[tuple[Tensor | None, Tensor | None]]  # by slot: gate_up [E, 2I], down [E, H]
 
 
 class RoutedExperts(Protocol):
@@ -29,7 +32,7 @@ class RoutedExperts(Protocol):
     batch: StepBatch | None
 
     def __call__(
-        self, slot: int, module: nn.Module, x: Tensor, ids: Tensor, weights: Tensor
+        self, slot: int, _module: nn.Module, x: Tensor, ids: Tensor, weights: Tensor
     ) -> Tensor:
         """Experts of one MoE layer: x [T, H], ids [T, k] int64, weights [T, k] -> [T, H]."""
 
@@ -67,14 +70,14 @@ class PagedExperts:
         self,
         table: WeightPageTable,
         arena: Arena,
-        activation: Activation,
-        biases: Biases | None,
+        activations: Sequence[Activation],  # by slot
+        biases: Biases,
         lut_dtype: torch.dtype,
         counter: RoutingCounter | None,
     ) -> None:
         self.batch: StepBatch | None = None
         self._arena = arena
-        self._activation, self._biases = activation, biases
+        self._activations, self._biases = activations, biases
         self._lut_dtype, self._counter = lut_dtype, counter
         self._pages: list[tuple[WeightPages, WeightPages]] = [
             (table.pages_of(slot, "gate_up"), table.pages_of(slot, "down"))
@@ -82,20 +85,16 @@ class PagedExperts:
         ]
 
     def __call__(
-        self, slot: int, module: nn.Module, x: Tensor, ids: Tensor, weights: Tensor
+        self, slot: int, _module: nn.Module, x: Tensor, ids: Tensor, weights: Tensor
     ) -> Tensor:
         """See `RoutedExperts`."""
         observer = None
         if self._counter is not None:
             self._counter.add(slot, ids, weights)
-        if self.batch is not None:
-            for span in self.batch.spans:
-                statistics = span.chunk.sequence.statistics
-                if statistics is not None:
-                    statistics.add_hidden(slot, x[span.start : span.end])
-                    observer = statistics.observer(slot, span.start, span.end, observer)
+        if self.batch is not None and self.batch.spans:
+            observer = self._observe_prompts(slot, x, self.batch.spans)
         gate_up, down = self._pages[slot]
-        gate_up_bias, down_bias = self._biases[slot] if self._biases else (None, None)
+        gate_up_bias, down_bias = self._biases[slot]
         return dispatch.fused_moe(
             x,
             ids,
@@ -104,11 +103,35 @@ class PagedExperts:
             gate_up,
             down,
             lut_dtype=self._lut_dtype,
-            activation=self._activation,
+            activation=self._activations[slot],
             gate_up_bias=gate_up_bias,
             down_bias=down_bias,
             observer=observer,
         )
+
+    @staticmethod
+    def _observe_prompts(slot: int, x: Tensor, spans: list[PrefillSpan]) -> Observer | None:
+        """Feed the statistics of the prompts in this batch."""
+        wanting: list[tuple[int, int, PromptStatistics]] = []
+        for span in spans:
+            statistics = span.chunk.sequence.statistics
+            if statistics is None:
+                continue
+            statistics.add_hidden(slot, x[span.start : span.end])
+            if statistics.wants_moments:
+                wanting.append((span.start, span.end, statistics))
+        if not wanting:
+            return None
+
+        def observe(
+            expert: int, tokens: Tensor, _weights: Tensor, inputs: Tensor, hidden: Tensor
+        ) -> None:
+            for start, end, statistics in wanting:
+                mine = (tokens >= start) & (tokens < end)
+                if bool(mine.any()):
+                    statistics.add_moments(slot, expert, inputs[mine], hidden[mine])
+
+        return observe
 
 
 class DenseExperts:
@@ -117,11 +140,11 @@ class DenseExperts:
     def __init__(
         self,
         weights: list[tuple[Tensor, Tensor]],  # per MoE layer [E, 2I, H], [E, H, I]
-        activation: Activation,
-        biases: Biases | None,
+        activations: Sequence[Activation],  # by slot
+        biases: Biases,
     ) -> None:
         self.batch: StepBatch | None = None
-        self._weights, self._activation, self._biases = weights, activation, biases
+        self._weights, self._activations, self._biases = weights, activations, biases
 
     @property
     def bytes(self) -> int:
@@ -129,18 +152,18 @@ class DenseExperts:
         return sum(t.numel() * t.element_size() for pair in self._weights for t in pair)
 
     def __call__(
-        self, slot: int, module: nn.Module, x: Tensor, ids: Tensor, weights: Tensor
+        self, slot: int, _module: nn.Module, x: Tensor, ids: Tensor, weights: Tensor
     ) -> Tensor:
         """See `RoutedExperts`."""
         gate_up, down = self._weights[slot]
-        gate_up_bias, down_bias = self._biases[slot] if self._biases else (None, None)
+        gate_up_bias, down_bias = self._biases[slot]
         return dense_moe(
             x,
             ids,
             weights,
             gate_up,
             down,
-            activation=self._activation,
+            activation=self._activations[slot],
             gate_up_bias=gate_up_bias,
             down_bias=down_bias,
         )

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from pw.engine.detokenizer import Detokenizer
-from pw.engine.request import RequestMetrics, SamplingParams, TokenLogprob
+from pw.engine.request import RequestMetrics, SamplingParams
 from pw.engine.statistics import PromptStatistics
 from pw.memory.kv_cache import KvSequence
 
@@ -27,9 +29,10 @@ class Sequence:
     computed: int = 0  # tokens whose KV is in the cache
     kv: KvSequence | None = None
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
-    prompt_logprobs: list[float | None] = field(default_factory=list)
-    logprobs: list[TokenLogprob] = field(default_factory=list)
-    statistics: PromptStatistics | None = None
+    prompt_logprobs: list[float | None] = field(default_factory=list)  # not yet handed out
+    scored: int = 0  # tokens of the prompt whose successors have been scored
+    statistics: PromptStatistics | None = None  # while its prompt is prefilled
+    eta: NDArray[np.float64] | None = None  # [L, E, 2] once it has been
 
     @property
     def length(self) -> int:

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from pw.blocks import MODULES, BlockKey, ExpertGeometry
@@ -23,7 +25,7 @@ class PlaneSource(Protocol):
     def geometry(self) -> ExpertGeometry:
         """Layers, experts and block shapes."""
 
-    def read_planes(self, key: BlockKey, first: int, count: int, out: memoryview) -> None:
+    def read_planes(self, key: BlockKey, first: int, count: int, out: NDArray[np.uint8]) -> None:
         """Fill `out` with planes first..first+count-1 of a block, back to back."""
 
     def lut(self, key: BlockKey, bits: int) -> Tensor:
@@ -96,7 +98,7 @@ class HostPlaneStore:
         )
         flat = block.view(-1)
         planes = torch.empty(layout.max_bits * layout.plane_bytes, dtype=torch.uint8)
-        self._source.read_planes(key, 0, layout.max_bits, memoryview(planes.numpy()))
+        self._source.read_planes(key, 0, layout.max_bits, planes.numpy())
         block[: layout.max_bits * layout.plane_pages].view(layout.max_bits, -1)[
             :, : layout.plane_bytes
         ] = planes.view(layout.max_bits, layout.plane_bytes)

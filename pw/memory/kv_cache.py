@@ -60,6 +60,9 @@ class GroupBatch:
 class KvCache:
     """KV pages of up to `max_sequences` sequences.
 
+    Attributes:
+        used_pages: Pages that sequences hold.
+
     Args:
         geometry: KV heads and head sizes of each layer.
         dtype: Of keys and values.
@@ -82,6 +85,7 @@ class KvCache:
         self._where: dict[int, tuple[int, int]] = {}  # layer -> (group, position)
         self._views: dict[int, LayerPages] = {}
         self.sequences: dict[int, KvSequence] = {}  # by row
+        self.used_pages = 0
         by_tokens: dict[int, list[KvLayer]] = {}
         for layer in geometry.stored:
             tokens = arena.page_bytes // token_bytes(layer, dtype)
@@ -108,11 +112,6 @@ class KvCache:
         )
 
     @property
-    def used_pages(self) -> int:
-        """Pages that sequences hold."""
-        return sum(len(sequence.pages) for sequence in self.sequences.values())
-
-    @property
     def table_bytes(self) -> int:
         """Bytes of the block tables."""
         return sum(group.table.nbytes for group in self._groups)
@@ -137,6 +136,7 @@ class KvCache:
             return
         pages = self._pool.take(count, sequence.owner)
         sequence.pages += pages
+        self.used_pages += count
         taken = 0
         for number, group in enumerate(self._groups):
             held, wanted = sequence.blocks[number], -(-tokens // group.tokens_per_page)
@@ -159,6 +159,7 @@ class KvCache:
         for group in self._groups:
             group.table[sequence.row] = -1
         del self.sequences[sequence.row]
+        self.used_pages -= freed
         self._rows.append(sequence.row)
         return freed
 
@@ -217,7 +218,8 @@ class KvCache:
             if not (self._pool.owner[sequence.pages] == sequence.owner).all():
                 raise AssertionError(f"sequence in row {row}: pages of another owner")
         owned = int((self._pool.owner >= self._first_owner).sum())
-        if owned != self.used_pages:
+        listed_pages = sum(len(sequence.pages) for sequence in self.sequences.values())
+        if not owned == listed_pages == self.used_pages:
             raise AssertionError(f"{owned} KV pages in the pool, {self.used_pages} in sequences")
 
 

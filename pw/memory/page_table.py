@@ -91,6 +91,7 @@ class WeightPageTable:
         self.committed = np.zeros(geometry.blocks, dtype=np.int64)
         self.desired = np.zeros(geometry.blocks, dtype=np.int64)
         self.in_transfer: dict[int, Raise] = {}
+        self._moving_pages = 0
         self._cancelled: set[int] = set()
         self._plane_pages: list[list[list[int]]] = [[] for _ in range(geometry.blocks)]
         self._base_pages: list[list[int]] = [[] for _ in range(geometry.blocks)]
@@ -118,13 +119,11 @@ class WeightPageTable:
 
     def resident_pages(self) -> int:
         """Pages that hold planes and LUTs, those on their way up included."""
-        settled = int(self._pick(self._cost_pages).sum())
-        return settled + sum(len(move.pages) for move in self.in_transfer.values())
+        return int(self._pick(self._cost_pages).sum()) + self._moving_pages
 
     def lut_pages(self) -> int:
-        """Pages that hold LUTs."""
-        moving = sum(len(move.lut_pages) for move in self.in_transfer.values())
-        return int(self._pick(self._lut_cost).sum()) + moving
+        """Pages that hold LUTs of settled widths."""
+        return int(self._pick(self._lut_cost).sum())
 
     def useful_bytes(self) -> int:
         """Bytes of planes and LUTs without padding to whole pages, settled blocks."""
@@ -139,7 +138,7 @@ class WeightPageTable:
         shape = (len(self.geometry.layers), -1)
         weights = self._weights.reshape(shape)
         bits: NDArray[np.float64] = (self.committed.reshape(shape) * weights).sum(1)
-        return bits / weights.sum(1)
+        return np.asarray(bits / weights.sum(1))
 
     @property
     def table_bytes(self) -> int:
@@ -209,6 +208,7 @@ class WeightPageTable:
         split = (to_bits - from_bits) * layout.plane_pages
         move = Raise(index, from_bits, to_bits, pages[:split], pages[split:])
         self.in_transfer[index] = move
+        self._moving_pages += len(pages)
         self.desired[index] = to_bits
         return move
 
@@ -225,6 +225,7 @@ class WeightPageTable:
             Committed bits of the block now.
         """
         move = self.in_transfer.pop(index)
+        self._moving_pages -= len(move.pages)
         if index in self._cancelled:
             self._cancelled.discard(index)
             self._pool.give_back(move.pages, index)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from pw.blocks import BlockKey, BlockShape, ExpertGeometry
@@ -37,8 +38,9 @@ class RandomPlanes:
                 rows = lut_bytes(shape.rows, bits) // (2 << bits)
                 self.luts[key, bits] = torch.randn(rows, 1 << bits, generator=generator).bfloat16()
 
-    def read_planes(self, key: BlockKey, first: int, count: int, out: memoryview) -> None:
-        out[:] = self.planes[key][first : first + count].contiguous().numpy().tobytes()
+    def read_planes(self, key: BlockKey, first: int, count: int, out: np.ndarray) -> None:
+        planes = self.planes[key][first : first + count].contiguous()
+        out[:] = planes.view(torch.uint8).flatten().numpy()
 
     def lut(self, key: BlockKey, bits: int) -> torch.Tensor:
         return self.luts[key, bits]

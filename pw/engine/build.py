@@ -1,0 +1,326 @@
+"""Puts an engine together: artifact, model, budget, arena, planner, scheduler."""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from pw.blocks import ExpertGeometry
+from pw.config import EngineConfig
+from pw.engine.experts import DenseExperts, PagedExperts, RoutedExperts, RoutingCounter
+from pw.engine.precision import (
+    AdaptivePrecision,
+    FixedPrecision,
+    Precision,
+    ReplayedPrecision,
+)
+from pw.engine.quality import Quality, make_quality
+from pw.engine.runner import ModelRunner
+from pw.engine.scheduler import Scheduler
+from pw.engine.trace import FORMAT, TraceWriter, read_replay
+from pw.errors import BudgetError, ConfigError, ModelError
+from pw.memory.arena import Arena
+from pw.memory.budget import Demand, MemoryPlan, plan_memory, workspace_bytes
+from pw.memory.host_store import HostPlaneStore
+from pw.memory.kv_cache import KvCache
+from pw.memory.mover import Mover
+from pw.memory.page_table import WeightPageTable
+from pw.memory.pool import PagePool
+from pw.models.checkpoint import Checkpoint
+from pw.models.resolve import resolve_model
+from pw.models.skeleton import Skeleton, load_skeleton
+from pw.models.tokenizer import Tokenizer, load_tokenizer
+from pw.planning.bits_file import read_bits
+from pw.planning.planner import allocate
+from pw.store.artifact import Artifact
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What an engine is made of."""
+
+    model_name: str
+    stated_model_len: int  # tokens that the model, or the user, states as the limit
+    skeleton: Skeleton
+    tokenizer: Tokenizer
+    memory: MemoryPlan
+    arena: Arena
+    pool: PagePool
+    kv: KvCache
+    table: WeightPageTable | None  # None with policy dense, as the next three
+    store: HostPlaneStore | None
+    mover: Mover | None
+    quality: Quality | None  # None with a fixed precision too
+    precision: Precision
+    scheduler: Scheduler
+    runner: ModelRunner
+    trace: TraceWriter
+
+
+def build_parts(path: Path, config: EngineConfig) -> Parts:
+    """Load an artifact and divide the memory budget. See `Engine.from_artifact`."""
+    artifact = Artifact.open(path)
+    device = _device(config)
+    dtype = _dtype(config.dtype, artifact.lut_dtype if device.type != "cpu" else torch.float32)
+    skeleton = load_skeleton(Checkpoint.open(path), dtype, device)
+    dense = _load_dense_experts(artifact, config, device) if config.policy.kind == "dense" else None
+    demand = _demand(artifact, skeleton, config, dense)
+    memory = plan_memory(_budget(config, device), demand)
+    arena = Arena(memory.num_pages, memory.page_bytes, device)
+    pool = PagePool(memory.num_pages)
+    kv = KvCache(
+        skeleton.kv,
+        demand.kv_dtype,
+        arena,
+        pool,
+        config.max_num_seqs,
+        memory.max_model_len,
+        artifact.geometry.blocks,
+    )
+    trace = TraceWriter(config.trace)
+    table = store = mover = quality = None
+    precision: Precision = FixedPrecision()
+    experts: RoutedExperts
+    if dense is not None:
+        experts = DenseExperts(dense, skeleton.activations, skeleton.biases)
+    else:
+        store = HostPlaneStore(
+            artifact, memory.layouts, config.offload_cpu_memory, device.type == "cuda"
+        )
+        table = WeightPageTable(artifact.geometry, memory.layouts, arena, pool, store)
+        mover = Mover(arena, store)
+        counter = None
+        if config.policy.kind in ("adaptive", "replay"):
+            counter = RoutingCounter(artifact.geometry, device)
+            quality = make_quality(artifact, table, config.planner, counter, device)
+        precision = _start_precision(
+            artifact, config, demand, memory, table, mover, pool, quality, trace
+        )
+        experts = PagedExperts(
+            table, arena, skeleton.activations, skeleton.biases, artifact.lut_dtype, counter
+        )
+    scheduler = Scheduler(kv, pool, precision, config.max_num_seqs, config.max_num_batched_tokens)
+    return Parts(
+        model_name=artifact.manifest.model.name,
+        stated_model_len=demand.max_model_len,
+        skeleton=skeleton,
+        tokenizer=load_tokenizer(path),
+        memory=memory,
+        arena=arena,
+        pool=pool,
+        kv=kv,
+        table=table,
+        store=store,
+        mover=mover,
+        quality=quality,
+        precision=precision,
+        scheduler=scheduler,
+        runner=ModelRunner(skeleton, experts, kv),
+        trace=trace,
+    )
+
+
+def _device(config: EngineConfig) -> torch.device:
+    if config.device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if config.device.startswith("cuda") and not torch.cuda.is_available():
+        raise ConfigError("no CUDA device is to be had: `--device cuda`", "use `--device cpu`")
+    return torch.device(config.device)
+
+
+def _dtype(name: str, automatic: torch.dtype) -> torch.dtype:
+    if name == "auto":
+        return automatic
+    if name not in _DTYPES:
+        raise ConfigError(f"unknown dtype: `{name}`", f"use auto, {', '.join(_DTYPES)}")
+    return _DTYPES[name]
+
+
+def _budget(config: EngineConfig, device: torch.device) -> int:
+    """Bytes for weights, KV and workspace together."""
+    if config.memory_budget is not None:
+        return config.memory_budget
+    if device.type == "cuda":
+        total = torch.cuda.mem_get_info(device)[0]
+    else:
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+    return int(total * config.gpu_memory_utilization)
+
+
+def _demand(
+    artifact: Artifact,
+    skeleton: Skeleton,
+    config: EngineConfig,
+    dense: list[tuple[Tensor, Tensor]] | None,
+) -> Demand:
+    low, high = _bounds(artifact, config)
+    stated = config.max_model_len or skeleton.max_model_len
+    if stated > skeleton.max_model_len:
+        raise ConfigError(
+            f"max_model_len is {stated} but the model states {skeleton.max_model_len} tokens"
+        )
+    widest = max(
+        module.weight.shape[0]
+        for name, module in skeleton.model.named_modules()
+        if isinstance(module, torch.nn.Linear) and name != "lm_head"
+    )
+    return Demand(
+        geometry=artifact.geometry,
+        kv=skeleton.kv,
+        kv_dtype=_dtype(config.kv_cache_dtype, skeleton.dtype),
+        dense=skeleton.dense_bytes,
+        experts_dense=sum(t.numel() * t.element_size() for pair in dense or () for t in pair),
+        workspace=workspace_bytes(
+            artifact.geometry,
+            tokens=config.max_num_batched_tokens,
+            sequences=config.max_num_seqs,
+            vocabulary=skeleton.vocab_size,
+            widest=widest,
+            itemsize=skeleton.dtype.itemsize,
+        ),
+        min_bits=low,
+        max_bits=high,
+        stored_bits=(artifact.min_bits, artifact.max_bits),
+        max_model_len=stated,
+        max_num_seqs=config.max_num_seqs,
+        page_bytes=config.page_bytes,
+    )
+
+
+def _bounds(artifact: Artifact, config: EngineConfig) -> tuple[int, int]:
+    """Least and most bits that the policy can reach.
+
+    Raises:
+        ConfigError: The artifact does not have them.
+    """
+    stored = (artifact.min_bits, artifact.max_bits)
+    low, high = config.min_bits or stored[0], config.max_bits or stored[1]
+    policy = config.policy
+    if policy.bits is not None:
+        low = high = policy.bits
+    elif policy.kind == "static":
+        bits = _file_bits(artifact, config)
+        low, high = int(bits.min()), int(bits.max())
+    if not stored[0] <= low <= high <= stored[1]:
+        raise ConfigError(
+            f"bits {low} to {high} are asked for, the artifact has {stored[0]} to {stored[1]}"
+        )
+    return low, high
+
+
+def _file_bits(artifact: Artifact, config: EngineConfig) -> NDArray[np.int64]:
+    assert config.policy.path is not None
+    return read_bits(config.policy.path, artifact.geometry, artifact.min_bits, artifact.max_bits)
+
+
+def _start_precision(
+    artifact: Artifact,
+    config: EngineConfig,
+    demand: Demand,
+    memory: MemoryPlan,
+    table: WeightPageTable,
+    mover: Mover,
+    pool: PagePool,
+    quality: Quality | None,
+    trace: TraceWriter,
+) -> Precision:
+    """Load the first widths and make who changes them."""
+    policy, bounds = config.policy, (demand.min_bits, demand.max_bits)
+    precision: Precision = FixedPrecision()
+    if policy.kind == "static":
+        bits = (
+            np.full(artifact.geometry.blocks, policy.bits, dtype=np.int64)
+            if policy.bits is not None
+            else _file_bits(artifact, config)
+        )
+    elif policy.kind == "replay":
+        assert policy.path is not None
+        assert quality is not None
+        replay = read_replay(policy.path)
+        if replay.artifact != artifact.artifact_hash:
+            raise ConfigError(
+                f"the trace was recorded with another artifact: {replay.artifact[:12]}, "
+                f"this one is {artifact.artifact_hash[:12]}"
+            )
+        bits = np.array(replay.bits, dtype=np.int64)
+        precision = ReplayedPrecision(table, pool, mover, trace, quality, bounds, replay)
+    else:
+        assert quality is not None
+        bits = _first_bits(quality, config, bounds, memory, artifact.geometry)
+        precision = AdaptivePrecision(table, pool, mover, trace, quality, bounds, config.planner)
+    table.load(bits)
+    trace.write(
+        "start",
+        format=FORMAT,
+        artifact=artifact.artifact_hash,
+        policy=str(policy),
+        budget=memory.budget,
+        pages=memory.num_pages,
+        page_bytes=memory.page_bytes,
+        bits=bits.tolist(),
+    )
+    return precision
+
+
+def _first_bits(
+    quality: Quality,
+    config: EngineConfig,
+    bounds: tuple[int, int],
+    memory: MemoryPlan,
+    geometry: ExpertGeometry,
+) -> NDArray[np.int64]:
+    """Widest widths that leave the low watermark free; the hot floors yield if they must."""
+    low, high = bounds
+    top = np.full(geometry.blocks, high, dtype=np.int64)
+    free = math.ceil(config.planner.low_watermark * memory.num_pages) + 1
+    budget = (memory.num_pages - free) * memory.page_bytes
+    state = quality.state(top, top)
+    for floors in (state.floors.clip(low, high), np.full_like(top, low)):
+        try:
+            return allocate(replace(state, floors=floors), budget)
+        except BudgetError:
+            continue
+    return np.full_like(top, low)
+
+
+def _load_dense_experts(
+    artifact: Artifact, config: EngineConfig, device: torch.device
+) -> list[tuple[Tensor, Tensor]]:
+    """Unquantized experts of every MoE layer, in the checkpoint's dtype.
+
+    Raises:
+        ConfigError: The checkpoint is gone, or not the one the artifact was made from.
+    """
+    record = artifact.manifest.model
+    source = record.source if config.checkpoint is None else str(config.checkpoint)
+    try:
+        checkpoint = Checkpoint.open(resolve_model(source))
+    except ModelError as error:
+        raise ConfigError(
+            f"policy dense needs the original checkpoint: {error.message}",
+            "name it with --checkpoint",
+        ) from error
+    if checkpoint.fingerprint() != dict(record.files):
+        raise ConfigError(
+            f"not the checkpoint that the artifact was made from: `{source}`",
+            "name the right one with --checkpoint",
+        )
+    geometry = artifact.geometry
+    layers = []
+    for layer in geometry.layers:
+        keys = [key for key in geometry.keys() if key.layer == layer]
+        pair = [
+            torch.stack([checkpoint.expert_weight(key) for key in keys if key.module == module])
+            for module in ("gate_up", "down")
+        ]
+        layers.append((pair[0].to(device), pair[1].to(device)))
+    return layers

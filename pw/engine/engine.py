@@ -1,0 +1,274 @@
+"""The step loop: commit, plan, schedule, run, sample, hand out. Plans and copies nothing itself.
+
+One step:
+
+    safe point   landed raises are committed, pressure policy and planner move planes
+    schedule     which tokens run; pages for them (relief when pages run out)
+    run          one forward pass over the packed batch
+    sample       next tokens, text, ends
+
+Between two steps nothing reads the arena: that is where bits may change.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence as Seq
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from torch import Tensor
+
+from pw.config import EngineConfig
+from pw.engine.admission import Admission
+from pw.engine.build import Parts, build_parts
+from pw.engine.outputs import accept_token, blocked_tokens, finish_without_token
+from pw.engine.request import EngineStatus, FinishReason, RequestOutput, SamplingParams
+from pw.engine.sampling import sample, token_logprobs
+from pw.engine.sequence import Chunk, Sequence
+from pw.engine.status import Counters, snapshot
+from pw.models.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class Completion:
+    """All of one request's output."""
+
+    token_ids: tuple[int, ...]
+    text: str
+    finish_reason: FinishReason
+    prompt_logprobs: tuple[float | None, ...]
+    error: str | None = None
+
+
+class Engine:
+    """A model inside a memory budget. Not thread-safe; `AsyncEngine` gives it a thread."""
+
+    def __init__(self, parts: Parts, config: EngineConfig) -> None:
+        self._parts, self._config = parts, config
+        self.tokenizer: Tokenizer = parts.tokenizer
+        self.model_name: str = parts.model_name
+        self._eos = frozenset(parts.tokenizer.eos_token_ids)
+        self._admission = Admission(parts, config)
+        self._sequences: dict[str, Sequence] = {}
+        self._counters = Counters()
+        self._step = self._turn = 0
+        self._last_step_time = time.monotonic()
+
+    @classmethod
+    def from_artifact(cls, path: str | Path, config: EngineConfig) -> Engine:
+        """Load an artifact and divide the budget.
+
+        Raises:
+            StoreError: The artifact is missing, damaged or lacks what the policy needs.
+            BudgetError: Weights at their least widths and one short sequence do not fit.
+            ConfigError: A setting cannot be honoured.
+        """
+        return cls(build_parts(Path(path), config), config)
+
+    # -- requests --------------------------------------------------------------------------
+
+    def add_request(
+        self, request_id: str, prompt_token_ids: Seq[int], params: SamplingParams
+    ) -> None:
+        """Queue a request.
+
+        Raises:
+            RequestError: It is empty, names unknown tokens, could never fit, or the queue is full.
+        """
+        if request_id in self._sequences:
+            raise ValueError(f"request id is in use: {request_id}")
+        waiting = len(self._parts.scheduler.waiting)
+        sequence = self._admission.admit(request_id, prompt_token_ids, params, waiting)
+        sequence.metrics.arrival = time.monotonic()
+        if self._parts.quality is not None:
+            sequence.statistics = self._parts.quality.statistics()
+        self._sequences[request_id] = sequence
+        self._parts.scheduler.waiting.append(sequence)
+        if self._config.trace_requests:
+            self._parts.trace.write(
+                "request",
+                step=self._step,
+                id=request_id,
+                prompt=sequence.prompt,
+                params=asdict(params),
+            )
+
+    def abort(self, request_id: str) -> RequestOutput | None:
+        """Drop a request and free its pages at once; its last output, None if unknown."""
+        sequence = self._sequences.get(request_id)
+        if sequence is None:
+            return None
+        self._counters.aborted += 1
+        self._forget(sequence)
+        return finish_without_token(sequence, "abort", self._mean_bits())
+
+    def has_work(self) -> bool:
+        """Whether a step would do anything for a request."""
+        return bool(self._sequences)
+
+    # -- the loop --------------------------------------------------------------------------
+
+    def step(self) -> list[RequestOutput]:
+        """Advance all running requests by one forward pass; what is new, per request."""
+        parts = self._parts
+        self._safe_point(idle=False)
+        chunks = parts.scheduler.schedule()
+        if parts.table is not None:
+            parts.table.publish()
+        if not chunks:
+            return []
+        logits, prompt_logprobs = parts.runner.run(chunks)
+        outputs = self._take_in(chunks, logits, prompt_logprobs)
+        if parts.quality is not None:
+            parts.quality.after_step(parts.scheduler.running)
+        self._step += 1
+        self._last_step_time = time.monotonic()
+        return outputs
+
+    def idle_turn(self) -> bool:
+        """A safe point without a step, for planes that may come back while nothing runs.
+
+        Returns:
+            Whether more such turns would do something now.
+        """
+        before = self._parts.precision.transitions
+        self._safe_point(idle=True)
+        precision = self._parts.precision
+        return precision.moving or precision.transitions != before
+
+    def generate(
+        self, prompts: Seq[Seq[int]], params: SamplingParams | Seq[SamplingParams]
+    ) -> list[Completion]:
+        """Run prompts to their ends, batched; completions in the order of the prompts."""
+        each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
+        ids = [f"generate-{self._turn}-{number}" for number in range(len(prompts))]
+        for name, prompt, its in zip(ids, prompts, each, strict=True):
+            self.add_request(name, prompt, its)
+        outputs: dict[str, list[RequestOutput]] = {name: [] for name in ids}
+        while self.has_work():
+            for output in self.step():
+                outputs[output.request_id].append(output)
+        return [_join(outputs[name]) for name in ids]
+
+    def close(self) -> None:
+        """Close the trace."""
+        self._parts.trace.close()
+
+    # -- looking ---------------------------------------------------------------------------
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of prompt and output together that any request may have."""
+        return self._parts.memory.max_model_len
+
+    def status(self) -> EngineStatus:
+        """A snapshot. Safe to take from another thread while a step runs."""
+        return snapshot(self._parts, self._config, self._counters, self._step, self._last_step_time)
+
+    def check_integrity(self) -> None:
+        """Check every invariant of DESIGN section 6.
+
+        Raises:
+            AssertionError: One does not hold.
+        """
+        parts = self._parts
+        parts.pool.check_integrity()
+        parts.kv.check_integrity()
+        used = parts.kv.used_pages
+        if parts.table is not None:
+            parts.table.check_integrity()
+            used += parts.table.resident_pages()
+        if used + parts.pool.free_count != parts.pool.num_pages:
+            raise AssertionError("free + weight + KV pages are not all pages")
+        status = self.status()
+        if status.bytes.total > status.bytes.budget:
+            raise AssertionError(f"{status.bytes.total} bytes exceed {status.bytes.budget}")
+
+    # -- inside ----------------------------------------------------------------------------
+
+    def _safe_point(self, *, idle: bool) -> None:
+        self._turn += 1
+        ahead = (
+            0 if idle else self._parts.scheduler.pages_ahead(self._config.planner.forecast_steps)
+        )
+        self._parts.precision.safe_point(self._step, self._turn, ahead, idle)
+
+    def _take_in(
+        self, chunks: list[Chunk], logits: Tensor, prompt_logprobs: dict[Chunk, list[float]]
+    ) -> list[RequestOutput]:
+        """Book what a step computed; sample the sequences that are at their end."""
+        now = time.monotonic()
+        for chunk in chunks:
+            sequence = chunk.sequence
+            sequence.metrics.scheduled = sequence.metrics.scheduled or now
+            self._book(chunk, prompt_logprobs.get(chunk))
+        ready = [chunk.sequence for chunk in chunks if chunk.samples]
+        outputs: list[RequestOutput] = []
+        if not ready:
+            return outputs
+        mean_bits = self._mean_bits()
+        finite = logits.isfinite().all(-1).tolist()
+        logits = logits[:, : self.tokenizer.vocab_size]
+        tokens = sample(
+            logits,
+            [seq.params for seq in ready],
+            [seq.generator for seq in ready],
+            [blocked_tokens(seq, self._eos) for seq in ready],
+        ).tolist()
+        for row, sequence in enumerate(ready):
+            sequence.metrics.first_token = sequence.metrics.first_token or now
+            if not finite[row]:
+                error = "the model gave logits that are not finite"
+                output = finish_without_token(sequence, "error", mean_bits, error)
+            elif sequence.max_tokens == 0:
+                output = finish_without_token(sequence, "length", mean_bits)
+            else:
+                count = sequence.params.logprobs
+                logprob = None
+                if count is not None:
+                    logprob = token_logprobs(logits[row], tokens[row], count)
+                output = accept_token(sequence, tokens[row], logprob, self._eos, mean_bits)
+                self._counters.generation_tokens += 1
+            outputs.append(output)
+            if output.finish_reason is not None:
+                sequence.metrics.finished = now
+                self._counters.count(output.finish_reason)
+                self._forget(sequence)
+        return outputs
+
+    def _book(self, chunk: Chunk, logprobs: list[float] | None) -> None:
+        """The tokens of a chunk are in the cache now."""
+        sequence = chunk.sequence
+        end = chunk.start + chunk.count
+        sequence.computed = end
+        if chunk.is_prompt:
+            self._counters.prompt_tokens += min(end, len(sequence.prompt)) - chunk.start
+        if logprobs is not None and end > sequence.scored:
+            # A preempted sequence computes its prompt again: what was scored stays.
+            new = logprobs[max(0, sequence.scored - chunk.start) :]
+            sequence.prompt_logprobs += [None, *new] if sequence.scored == 0 else new
+            sequence.scored = end
+        if sequence.statistics is not None and end >= len(sequence.prompt):
+            sequence.eta = sequence.statistics.eta()
+            sequence.statistics = None
+
+    def _forget(self, sequence: Sequence) -> None:
+        self._parts.scheduler.finish(sequence)
+        del self._sequences[sequence.request_id]
+
+    def _mean_bits(self) -> float:
+        table = self._parts.table
+        return 16.0 if table is None else table.mean_bits()
+
+
+def _join(outputs: list[RequestOutput]) -> Completion:
+    last = outputs[-1]
+    assert last.finish_reason is not None
+    return Completion(
+        tuple(token for output in outputs for token in output.token_ids),
+        "".join(output.text for output in outputs),
+        last.finish_reason,
+        tuple(value for output in outputs for value in output.prompt_logprobs),
+        last.error,
+    )

@@ -1,0 +1,77 @@
+"""From a sampled token to what the client sees: text, stops, log-probabilities, the end."""
+
+from __future__ import annotations
+
+from pw.engine.request import FinishReason, RequestOutput, TokenLogprob
+from pw.engine.sequence import Sequence
+
+
+def accept_token(
+    sequence: Sequence,
+    token: int,
+    logprob: TokenLogprob | None,
+    eos_token_ids: frozenset[int],
+    mean_bits: float,
+) -> RequestOutput:
+    """Append a sampled token to its sequence and say what is new."""
+    params = sequence.params
+    sequence.output.append(token)
+    is_end = (token in eos_token_ids and not params.ignore_eos) or token in params.stop_token_ids
+    text = "" if is_end else sequence.detokenizer.append(token)
+    finish: FinishReason | None = None
+    if is_end or sequence.detokenizer.stopped:
+        finish = "stop"
+    elif sequence.remaining <= 0:
+        finish = "length"
+    if finish is not None:
+        text += sequence.detokenizer.finish()
+    return _output(
+        sequence,
+        text=text,
+        token_ids=(token,),
+        logprobs=() if logprob is None else (logprob,),
+        finish_reason=finish,
+        mean_bits=mean_bits,
+    )
+
+
+def finish_without_token(
+    sequence: Sequence, reason: FinishReason, mean_bits: float, error: str | None = None
+) -> RequestOutput:
+    """The last output of a sequence that gets no further token."""
+    text = sequence.detokenizer.finish() if reason != "error" else ""
+    return _output(sequence, text=text, finish_reason=reason, error=error, mean_bits=mean_bits)
+
+
+def blocked_tokens(sequence: Sequence, eos_token_ids: frozenset[int]) -> tuple[int, ...]:
+    """Tokens that may not come yet: ends, while fewer than min_tokens are generated."""
+    params = sequence.params
+    if len(sequence.output) >= params.min_tokens:
+        return ()
+    return (*eos_token_ids, *params.stop_token_ids)
+
+
+def _output(
+    sequence: Sequence,
+    *,
+    mean_bits: float,
+    text: str = "",
+    token_ids: tuple[int, ...] = (),
+    logprobs: tuple[TokenLogprob, ...] = (),
+    finish_reason: FinishReason | None = None,
+    error: str | None = None,
+) -> RequestOutput:
+    prompt_logprobs = tuple(sequence.prompt_logprobs)
+    sequence.prompt_logprobs.clear()
+    return RequestOutput(
+        sequence.request_id,
+        text,
+        token_ids,
+        logprobs,
+        prompt_logprobs,
+        finish_reason,
+        error,
+        len(sequence.prompt),
+        len(sequence.output),
+        mean_bits,
+    )

@@ -1,0 +1,99 @@
+"""Counts and snapshots of an engine: what `/v1/pw/status`, `/metrics` and the demo show."""
+
+from __future__ import annotations
+
+import collections
+from dataclasses import dataclass
+
+from pw.config import EngineConfig
+from pw.engine.build import Parts
+from pw.engine.request import BytesByClass, EngineStatus, FinishReason
+
+
+@dataclass
+class Counters:
+    """Totals since the start."""
+
+    finished: int = 0
+    failed: int = 0
+    aborted: int = 0
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    bytes_over_budget: int = 0
+
+    def count(self, reason: FinishReason) -> None:
+        """Count the end of a request."""
+        if reason == "error":
+            self.failed += 1
+        else:
+            self.finished += 1
+
+
+def bytes_by_class(parts: Parts) -> BytesByClass:
+    """Where every byte of the budget is now."""
+    page = parts.arena.page_bytes
+    weights = luts = padding = 0
+    tables = parts.kv.table_bytes
+    if parts.table is not None:
+        weights, luts = parts.table.resident_pages(), parts.table.lut_pages()
+        padding = (weights * page) - parts.table.useful_bytes()
+        tables += parts.table.table_bytes
+    kv = parts.kv.used_pages
+    return BytesByClass(
+        planes=(weights - luts) * page,
+        luts=luts * page,
+        experts_dense=parts.memory.experts_dense,
+        dense=parts.skeleton.dense_bytes,
+        kv=kv * page,
+        free=(parts.arena.num_pages - weights - kv) * page,
+        tables=tables,
+        workspace=parts.memory.workspace,
+        padding=padding,
+        host=0 if parts.store is None else parts.store.bytes,
+        budget=parts.memory.budget,
+    )
+
+
+def snapshot(
+    parts: Parts, config: EngineConfig, counters: Counters, step: int, last_step_time: float
+) -> EngineStatus:
+    """A snapshot of everything."""
+    table, precision, scheduler = parts.table, parts.precision, parts.scheduler
+    sizes = bytes_by_class(parts)
+    counters.bytes_over_budget = max(counters.bytes_over_budget, sizes.total - sizes.budget)
+    page = parts.arena.page_bytes
+    layers = parts.skeleton.geometry.layers
+    return EngineStatus(
+        step=step,
+        policy=str(config.policy),
+        running=len(scheduler.running),
+        waiting=len(scheduler.waiting),
+        finished=counters.finished,
+        failed=counters.failed,
+        aborted=counters.aborted,
+        preemptions=scheduler.preemptions,
+        prompt_tokens=counters.prompt_tokens,
+        generation_tokens=counters.generation_tokens,
+        pages_total=parts.pool.num_pages,
+        pages_weights=(sizes.planes + sizes.luts) // page,
+        pages_kv=sizes.kv // page,
+        pages_free=sizes.free // page,
+        page_bytes=page,
+        mean_bits=16.0 if table is None else table.mean_bits(),
+        layer_bits={}
+        if table is None
+        else dict(zip(layers, table.layer_bits().tolist(), strict=True)),
+        blocks_by_bits={}
+        if table is None
+        else dict(sorted(collections.Counter(table.committed.tolist()).items())),
+        moves_in_flight=0 if parts.mover is None else parts.mover.pending,
+        bytes_reloaded=precision.bytes_reloaded,
+        bytes_released=precision.bytes_released,
+        transitions=precision.transitions,
+        plans=precision.plans,
+        bytes_over_budget=counters.bytes_over_budget,
+        max_model_len=parts.memory.max_model_len,
+        last_step_time=last_step_time,
+        bytes=sizes,
+        plan_history=precision.history,
+    )
