@@ -12,6 +12,10 @@ import numpy as np
 
 from pw.planning.ladder import BoolArray, FloatArray, IntArray, Ladder
 
+_CORE = 96  # jumps of each kind that an exchange looks at
+_EXCHANGES = 3
+_NOISE = 1e-12  # relative; below it a difference of sums is rounding
+
 
 @dataclass(frozen=True, slots=True)
 class LayerRoom:
@@ -105,6 +109,31 @@ def refund(ladder: Ladder, rungs: IntArray, target: int) -> IntArray:
     return result
 
 
+def exchange(ladder: Ladder, rungs: IntArray, target: int, room: LayerRoom | None) -> IntArray:
+    """Undo a jump of one block for a jump of another where that lowers the damage and keeps the
+    release at or above `target`; best pair first, among the best-priced of each kind.
+    """
+    for _ in range(_EXCHANGES):
+        walk = _Walk(ladder, rungs)
+        spare = walk.at_x.sum() - target
+        allowed = walk.forward if room is None else walk.forward & room.reach(rungs)
+        ahead = _best_priced(np.where(allowed, walk.price, np.inf))
+        rung = np.arange(len(ladder.x))[:, None]
+        back = (rung >= ladder.start) & (rung < rungs) & (walk.dy < 0)
+        worth = np.divide(walk.dy, -walk.dx, out=np.full_like(walk.dx, -np.inf), where=walk.dx < 0)
+        undo = _best_priced(np.where(back, worth, np.inf))
+        harm = walk.dy[ahead][:, None] + walk.dy[undo]
+        legal = (walk.dx[ahead][:, None] + walk.dx[undo] >= -spare) & (ahead[1][:, None] != undo[1])
+        change = np.where(legal, harm, 0.0)
+        if not change.size or change.min() >= -_NOISE * walk.at_y.sum():
+            break
+        jump, undone = np.unravel_index(int(change.argmin()), change.shape)
+        rungs = rungs.copy()
+        rungs[undo[1][undone]] = undo[0][undone]
+        rungs[ahead[1][jump]] = ahead[0][jump]
+    return rungs
+
+
 def fill_budget(ladder: Ladder, rungs: IntArray, budget: int) -> IntArray:
     """Go on up while single jumps fit into what is left of `budget`, best price first."""
     walk = _Walk(ladder, rungs)
@@ -153,3 +182,11 @@ def _least(values: FloatArray, allowed: BoolArray) -> tuple[tuple[int, int], flo
     masked = np.where(allowed, values, np.inf)
     rung, block = divmod(int(masked.argmin()), masked.shape[1])
     return (rung, block), float(masked[rung, block])
+
+
+def _best_priced(prices: FloatArray) -> tuple[IntArray, IntArray]:
+    """Rungs and blocks of the `_CORE` least entries that are not `inf`."""
+    flat = prices.ravel()
+    best = np.argpartition(flat, _CORE)[:_CORE] if len(flat) > _CORE else np.arange(len(flat))
+    rung, block = np.divmod(np.sort(best[flat[best] < np.inf]), prices.shape[1])
+    return rung, block

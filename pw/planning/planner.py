@@ -23,8 +23,10 @@ from typing import NamedTuple
 import numpy as np
 
 from pw.errors import BudgetError
-from pw.planning.fill import LayerRoom, fill_budget, fill_target, refund
+from pw.planning.fill import LayerRoom, exchange, fill_budget, fill_target, refund
 from pw.planning.ladder import BoolArray, FloatArray, IntArray, Ladder, Steps
+
+_CLOSE = 2e-3  # a plan this near to its lower bound is not improved further
 
 
 class Move(NamedTuple):
@@ -186,6 +188,9 @@ def _plan_hull(state: PlannerState, target_bytes: int) -> Plan:
     rungs = steps.after(int(np.searchsorted(np.cumsum(steps.x), target_bytes - before)))
     rungs = fill_target(ladder, rungs, target_bytes, room)
     rungs = refund(ladder, rungs, target_bytes)
+    if bound is not None and ladder.at(rungs)[1].sum() > (hull_damage + bound) * (1 + _CLOSE):
+        rungs = exchange(ladder, rungs, target_bytes, room)
+        rungs = refund(ladder, rungs, target_bytes)
     return _finish(
         state, ladder, rungs, target_bytes, None if bound is None else hull_damage + bound
     )

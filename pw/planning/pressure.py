@@ -13,8 +13,9 @@ Hence reloads
 
 - start only above the higher watermark, and stop there: a reload that is carried out in full never
   causes a release by itself. An idle engine has no demand to keep pages for and fills to T + 1;
-- wait `dwell_steps` after a release. A release that soon follows a reload is a flap and doubles the
-  wait, up to 8 times; a long time without flaps resets it;
+- wait `dwell_steps` after a release. A release within 8 such times of a reload is a flap: that
+  reload was not worth its copy. Each flap doubles the wait, up to those 8 times, and 32 of them
+  without a flap reset it;
 - spend a token bucket that holds one second of `transfer_budget_bytes`, in chunks of at least a
   quarter of it while more is wanted.
 """
@@ -49,7 +50,7 @@ class PressurePolicy:
     Attributes:
         releases: Release decisions so far.
         reloads: Reload decisions so far.
-        flaps: Releases that came within the dwell time after a reload.
+        flaps: Releases that came within the longest dwell after a reload.
     """
 
     def __init__(self, config: PlannerConfig, page_bytes: int) -> None:
@@ -116,11 +117,11 @@ class PressurePolicy:
             return
         self.releases += 1
         longest = LONGEST_DWELL * self.config.dwell_steps
-        if self._last_reload is not None and now_step - self._last_reload <= self._dwell:
+        if self._last_reload is not None and now_step - self._last_reload <= longest:
             self.flaps += 1
             self._dwell = min(2 * self._dwell, longest)
             self._last_flap = now_step
-        elif self._last_flap is not None and now_step - self._last_flap > 2 * longest:
+        elif self._last_flap is not None and now_step - self._last_flap > 4 * longest:
             self._dwell, self._last_flap = self.config.dwell_steps, None
         self._last_release, self._last_reload = now_step, None
         self._reload_from = now_step + self._dwell
