@@ -128,7 +128,7 @@ class ArtifactWriter:
             max_bits: Widest width, the number of planes.
             lut_dtype: torch.bfloat16 or torch.float16.
             settings: Mapping or config dataclass of everything that decides the bytes.
-            overwrite: Throw away what is there when it has other settings.
+            overwrite: Build anew, whatever is there.
 
         Raises:
             StaleStageError: There is work with other settings, and `overwrite` is false.

@@ -18,7 +18,7 @@ from pw_kernels.bitplane import padded_rows, plane_bytes, unpack_planes
 def read_planes(artifact: Artifact, key: BlockKey, first: int, count: int) -> np.ndarray:
     shape = GEOMETRY.shape(key.module)
     out = np.empty((count, plane_bytes(shape.rows, shape.cols)), np.uint8)
-    artifact.read_planes(key, first, count, memoryview(out).cast("B"))
+    artifact.read_planes(key, first, count, out.data.cast("B"))
     return out
 
 
@@ -78,7 +78,8 @@ def test_dense_tensors_are_byte_equal(built: Artifact, sample: Sample) -> None:
 def test_zarr_reads_the_payload_that_bypassed_it(built: Artifact, sample: Sample) -> None:
     for layer in GEOMETRY.layers:
         for module in MODULES:
-            planes = zarr.open_array(built.path / f"planes.zarr/{layer}.{module}", mode="r")[:]
+            array = zarr.open_array(built.path / f"planes.zarr/{layer}.{module}", mode="r")
+            planes = np.asarray(array[:])
             for expert in range(GEOMETRY.experts):
                 own = read_planes(built, BlockKey(layer, expert, module), 0, MAX_BITS)
                 assert np.array_equal(planes[expert].view(np.uint8).reshape(own.shape), own)

@@ -25,7 +25,7 @@ def sign(body: dict[str, Any]) -> bytes:
 
 @pytest.fixture
 def body(built: Artifact) -> dict[str, Any]:
-    return json.loads((built.path / "manifest.json").read_bytes())
+    return dict(json.loads((built.path / "manifest.json").read_bytes()))
 
 
 def test_reading_and_writing_are_inverse(built: Artifact) -> None:

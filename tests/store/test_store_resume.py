@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -72,7 +73,14 @@ def test_finished_blocks_are_not_written_again(sample: Sample, tmp_path: Path) -
 )
 @pytest.mark.parametrize("finished", [False, True])
 def test_changed_settings_are_refused_with_both_values(
-    sample: Sample, copy: Path, tmp_path: Path, changes, old, new, name, finished: bool
+    sample: Sample,
+    copy: Path,
+    tmp_path: Path,
+    changes: dict[str, Any],
+    old: str,
+    new: str,
+    name: str,
+    finished: bool,
 ) -> None:
     path = copy if finished else tmp_path / "x.pw"
     if not finished:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from pw.blocks import MODULES, BlockShape, ExpertGeometry, Module
@@ -43,14 +44,16 @@ class Sample:
                 codes[0] = 0  # an all-zero chunk must be stored like any other
                 self.codes[layer, module] = codes
                 self.luts[layer, module] = {
-                    bits: torch.randn(experts, shape.rows, 1 << bits, generator=generator).bfloat16()
+                    bits: torch.randn(
+                        experts, shape.rows, 1 << bits, generator=generator
+                    ).bfloat16()
                     for bits in WIDTHS
                 }
         self.dense = {
             "model.norm.weight": torch.randn(16, generator=generator).bfloat16(),
             "lm_head.weight": torch.randn(8, 16, generator=generator),
         }
-        self.moments = {
+        self.moments: dict[str, NDArray[Any]] = {
             "coverage": np.array([[2, 2, 1], [0, 2, 2]], np.uint8),
             "gate_up": np.zeros((2, 3, 130), np.float32),
             "dropped": np.array(7),
@@ -59,7 +62,7 @@ class Sample:
 
     def open(self, path: Path, overwrite: bool = False, **changes: Any) -> ArtifactWriter:
         """A writer with the sample's settings, or with some changed."""
-        asked = {
+        asked: dict[str, Any] = {
             "model": MODEL,
             "geometry": GEOMETRY,
             "min_bits": MIN_BITS,
@@ -124,4 +127,3 @@ def files_of(folder: Path) -> Mapping[str, Path]:
         for path in sorted(folder.rglob("*"))
         if not path.is_dir()
     }
-

@@ -15,6 +15,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -88,12 +89,12 @@ def main(folder: Path, points: int, moments: int, seed: int) -> None:
     for number, (kind, at) in enumerate(kills):
         path = folder / f"{number}.pw"
         kill_at = int(at) if kind == "operation" else None
-        pid, wait = in_child(lambda p=path, k=kill_at: build(sample, p, k))
+        pid, wait = in_child(partial(build, sample, path, kill_at))
         if kind == "seconds":
             time.sleep(at)
             os.kill(pid, signal.SIGKILL)
         killed = wait()[0]
-        resumed = in_child(lambda p=path: build(sample, p))[1]()[1]
+        resumed = in_child(partial(build, sample, path))[1]()[1]
         left = sorted(p.name for p in folder.glob(f"{number}.pw*"))
         runs.append({"at": [kind, at], "killed": killed, "resumed": resumed, "left": left})
     print(json.dumps({"whole": whole, "runs": runs}))
