@@ -8,5 +8,6 @@ Pure: no device, no clock, no randomness. The numbers meet in this order (formul
     damage     routing x residual x sensitivity = predicted damage; bit floors of hot experts
     pressure   how many pages to release or to reload now
     planner    which blocks move (ladder: prices of their steps; fill: the exact last step)
+    rebalance  which blocks trade planes when routing or prompts moved on
     bits_file  a fixed allocation on disk
 """
