@@ -92,6 +92,7 @@ def serve(
     from pw.engine.engine import Engine
     from pw.serving.context import ServingConfig
     from pw.serving.limits import ServingLimits
+    from pw.serving.schemas import SamplingDefaults
     from pw.serving.server import serve as run
     from pw.store import Artifact
 
@@ -105,6 +106,7 @@ def serve(
         artifact_hash=Artifact.open(path).artifact_hash,
         limits=ServingLimits(max_open_sequences=config.max_num_seqs + config.max_num_queued_reqs),
         api_keys=tuple(server.api_key or ()),
+        defaults=SamplingDefaults.of_model(path),
     )
     code = run(
         AsyncEngine(engine),

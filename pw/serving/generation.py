@@ -8,6 +8,8 @@ from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Any
 
+from starlette.requests import ClientDisconnect
+
 from pw.engine.request import RequestOutput, SamplingParams
 from pw.errors import RequestError
 from pw.serving.engine_protocol import AsyncEngineProtocol
@@ -96,13 +98,14 @@ class Generation:
         ]
         return self
 
-    async def __aexit__(self, *_: object) -> None:
+    async def __aexit__(self, error: type[BaseException] | None, *_: object) -> None:
         self._open.discard(self)
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        left = error is not None and issubclass(error, (ClientDisconnect, asyncio.CancelledError))
         for timer in self._timers:
-            timer.close()
+            timer.close("client" if left else "error")
         self._log()
 
     def __aiter__(self) -> Generation:

@@ -138,11 +138,11 @@ class SequenceTimer:
         if output.finish_reason is not None:
             self._finish(output.finish_reason)
 
-    def close(self) -> None:
-        """Count a sequence that nobody waits for any more."""
+    def close(self, reason: str) -> None:
+        """Count a sequence that nobody waits for any more, unless it has finished."""
         if self.finish_reason is None:
             self._last = time.monotonic()
-            self._metrics.aborted("client")
+            self._metrics.aborted(reason)
 
     def _finish(self, reason: FinishReason) -> None:
         self.finish_reason = reason

@@ -6,14 +6,19 @@ honour are refused, unless they hold the value that changes nothing.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import json
+import logging
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, Strict
 
 from pw.engine.request import SamplingParams
-from pw.errors import RequestError
+from pw.errors import ModelError, RequestError
 from pw.serving.limits import ServingLimits
+
+logger = logging.getLogger("pw.serving")
 
 Integer = Annotated[int, Strict()]  # neither true nor "5" nor 5.0
 Number = Annotated[float, Strict()]
@@ -56,6 +61,27 @@ class SamplingDefaults:
     top_p: float = 1.0
     top_k: int = -1
     min_p: float = 0.0
+
+    @classmethod
+    def of_model(cls, path: Path) -> SamplingDefaults:
+        """What `generation_config.json` in a checkpoint or artifact folder states, if anything.
+
+        Raises:
+            ModelError: The file is damaged or states a value out of range.
+        """
+        file = path / "generation_config.json"
+        try:
+            stated = json.loads(file.read_bytes()) if file.is_file() else {}
+            names = [each.name for each in fields(cls)]
+            values: dict[str, Any] = {
+                name: stated[name] for name in names if stated.get(name) is not None
+            }
+            SamplingParams(**values)  # checks the ranges
+        except (ValueError, TypeError, AttributeError, RequestError) as error:
+            raise ModelError(f"not a usable generation config: `{file}` ({error})") from error
+        if values:
+            logger.info("sampling defaults of the model: %s", values)
+        return cls(**values)
 
 
 class StreamOptions(BaseModel):

@@ -8,6 +8,9 @@ import json
 import openai
 import pytest
 
+from pw.errors import ModelError
+from pw.serving.context import ServingConfig
+from pw.serving.schemas import SamplingDefaults
 from tests.serving.fakes import STORY
 
 TEXT = "".join(word + " " for word in STORY)
@@ -200,3 +203,44 @@ def test_unknown_model(served):
     assert caught.value.code == "model_not_found"
     assert caught.value.param == "model"
     assert "fake" in caught.value.message
+
+
+def test_usage_chunk_of_several_choices(served):
+    chunks = list(
+        served.openai.completions.create(
+            model="fake",
+            prompt=["1 2", "3"],
+            n=2,
+            max_tokens=2,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+    )
+    assert [len(chunk.choices) for chunk in chunks] == [1] * 8 + [0]
+    assert not any(chunk.usage for chunk in chunks[:-1])
+    usage = chunks[-1].usage
+    assert (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens) == (3, 8, 11)
+
+
+def test_model_defaults_fill_what_a_request_leaves_out(start, tmp_path):
+    (tmp_path / "generation_config.json").write_text('{"temperature": 0.7, "top_k": 20, "x": 1}')
+    defaults = SamplingDefaults.of_model(tmp_path)
+    with start(config=ServingConfig(("fake",), defaults=defaults)) as served:
+        served.openai.completions.create(model="fake", prompt="1", max_tokens=1, temperature=0)
+        served.openai.completions.create(model="fake", prompt="1", max_tokens=1)
+        params = [params for _, params in served.engine.calls.values()]
+    assert [(each.temperature, each.top_k, each.top_p) for each in params] == [
+        (0, 20, 1.0),
+        (0.7, 20, 1.0),
+    ]
+
+
+@pytest.mark.parametrize("text", ['{"temperature": 9}', '{"top_p": "x"}', "{", "[]"])
+def test_damaged_generation_config(tmp_path, text):
+    (tmp_path / "generation_config.json").write_text(text)
+    with pytest.raises(ModelError, match=r"generation_config\.json"):
+        SamplingDefaults.of_model(tmp_path)
+
+
+def test_no_generation_config(tmp_path):
+    assert SamplingDefaults.of_model(tmp_path) == SamplingDefaults()

@@ -77,6 +77,9 @@ def test_failure_in_the_middle(served, trouble, status, sentence):
     assert json.loads(last)["error"]["message"] == sentence
     assert served.context.gate.open_sequences == served.engine.running == 0
     assert not served.context.generations
+    aborted = 'pw:request_aborted_total{engine="0",model_name="fake",reason="%s"}'
+    assert aborted % "client" not in served.metrics()
+    assert served.metrics()[aborted % "error"] > 0
 
 
 @pytest.mark.parametrize("path", ["completions", "chat/completions"])

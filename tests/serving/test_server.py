@@ -130,7 +130,7 @@ def test_first_signal_drains(launch):
 
 
 def test_second_signal_cuts_off(launch):
-    server = launch(5.0)
+    server = launch(60.0)
     outcomes = []
 
     def ask():
@@ -151,7 +151,7 @@ def test_second_signal_cuts_off(launch):
     begin = time.monotonic()
     server.process.send_signal(signal.SIGTERM)
     code, out, err = server.end()
-    assert time.monotonic() - begin < 3
+    assert time.monotonic() - begin < 15
     asker.join(20)
     assert (code, out.strip()) == (1, "engine stopped")
     assert outcomes == [503]
