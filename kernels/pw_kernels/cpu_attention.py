@@ -9,6 +9,7 @@ Axes as in `reference.py`; heads are vectors of 16 lanes, so Dk and Dv are multi
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,8 +18,9 @@ from numba import njit
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pw_kernels import simd
+from pw_kernels import simd, threads
 
+_NANOSECONDS = 0.08  # rough cost per key, head and element on one core, to tell when threads pay
 _NO_SINKS = np.zeros(0, np.float32)
 
 Floats = NDArray[np.float32]
@@ -97,7 +99,7 @@ def _add_values(
 
 
 @njit
-def _softmax(scores: Floats, at: int, count: int, softcap: float, sink: float) -> float:
+def _softmax(scores: Floats, at: int, count: int, softcap: float, sink: float) -> Any:
     """Turn scores into unnormalized weights in place; returns the factor that normalizes them.
 
     `softcap` 0 means none, `sink` -inf means none.
@@ -136,49 +138,48 @@ def _attend_one(
     token: int,  # row of q and out
     low: int,  # first visible position
     high: int,  # position after the last visible one
-    key_head: int,
     scale: float,
     softcap: float,
     sinks: Floats,
-    scores: Floats,  # [group * pitch] scratch
+    scores: Floats,  # [Hq * pitch] scratch
     pitch: int,
     out: Floats,
 ) -> None:
-    """All query heads of one key head, for one query."""
+    """All heads of one query. Pages are the outer loop: each is read once, front to back."""
     heads, size, page_tokens = q.shape[1], q.shape[2], k_pages.shape[1]
     group = heads // k_pages.shape[2]
+    key_page, key_step, key_head, _ = k_pages.strides
+    value_page, value_step, value_head, _ = v_pages.strides
     key_item, value_item = k_pages.itemsize, v_pages.itemsize
-    key_step, value_step = k_pages.strides[1] // key_item, v_pages.strides[1] // value_item
-    first_head = key_head * group
     for block in range(low // page_tokens, (high - 1) // page_tokens + 1):
         begin = max(low, block * page_tokens)
         count = min(high, (block + 1) * page_tokens) - begin
-        start = np.int64(table[block]) * (k_pages.strides[0] // key_item)
-        start += (begin - block * page_tokens) * key_step
-        start += key_head * (k_pages.strides[2] // key_item)
-        for h in range(group):
-            query = (token * heads + first_head + h) * size
-            at = h * pitch + begin - low
-            _score_keys(q, query, k_pages, start, key_step, count, scale, scores, at)
-    for h in range(group):
-        sink = sinks[first_head + h] if sinks.shape[0] else np.float32(-np.inf)
+        start = table[block] * key_page + (begin - block * page_tokens) * key_step
+        for h in range(heads):
+            query = (token * heads + h) * size
+            key = (start + h // group * key_head) // key_item
+            step, at = key_step // key_item, h * pitch + begin - low
+            _score_keys(q, query, k_pages, key, step, count, scale, scores, at)
+    for h in range(heads):
+        sink = sinks[h] if sinks.shape[0] else np.float32(-np.inf)
         factor = _softmax(scores, h * pitch, high - low, softcap, sink)
         for i in range(h * pitch, h * pitch + high - low):
             scores[i] *= factor
     for block in range(low // page_tokens, (high - 1) // page_tokens + 1):
         begin = max(low, block * page_tokens)
         count = min(high, (block + 1) * page_tokens) - begin
-        start = np.int64(table[block]) * (v_pages.strides[0] // value_item)
-        start += (begin - block * page_tokens) * value_step
-        start += key_head * (v_pages.strides[2] // value_item)
-        for h in range(group):
-            target = (token * heads + first_head + h) * v_pages.shape[3]
-            at = h * pitch + begin - low
-            _add_values(scores, at, v_pages, start, value_step, count, out, target)
+        start = table[block] * value_page + (begin - block * page_tokens) * value_step
+        for h in range(heads):
+            target = (token * heads + h) * v_pages.shape[3]
+            value = (start + h // group * value_head) // value_item
+            step, at = value_step // value_item, h * pitch + begin - low
+            _add_values(scores, at, v_pages, value, step, count, out, target)
 
 
 @njit(cache=True, nogil=True)
 def _attention(
+    begin: int,  # queries begin to end - 1 are run
+    end: int,
     q: Floats,  # [T, Hq, Dk]
     k_pages: Any,  # [P, tok, Hkv, Dk] float32, or uint16 that holds bf16
     v_pages: Any,  # [P, tok, Hkv, Dv]
@@ -195,12 +196,11 @@ def _attention(
 ) -> None:
     for b in range(seq_lens.shape[0]):
         first = seq_lens[b] - (query_start[b + 1] - query_start[b])
-        for key_head in range(k_pages.shape[2]):
-            for token in range(query_start[b], query_start[b + 1]):
-                high = first + (token - query_start[b]) + 1
-                low = max(0, high - window) if window > 0 else 0
-                _attend_one(q, k_pages, v_pages, block_tables[b], token, low, high, key_head,
-                            scale, softcap, sinks, scores, pitch, out)
+        for token in range(max(begin, query_start[b]), min(end, query_start[b + 1])):
+            high = first + (token - query_start[b]) + 1
+            low = max(0, high - window) if window > 0 else 0
+            _attend_one(q, k_pages, v_pages, block_tables[b], token, low, high,
+                        scale, softcap, sinks, scores, pitch, out)  # fmt: skip
 
 
 @njit(cache=True, nogil=True)
@@ -221,12 +221,12 @@ def _raw(tensor: Tensor) -> NDArray[Any]:
     """NumPy view of a float32 tensor, or of the bits of a bf16 one."""
     if tensor.dtype == torch.bfloat16:
         tensor = tensor.view(torch.uint16)
-    return tensor.numpy()  # type: ignore[no-any-return]
+    return tensor.numpy()
 
 
 def write_kv(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor) -> None:
     """As `reference.write_kv`, for float32 or bf16 pages on the CPU."""
-    k, v = k.to(k_pages.dtype), v.to(v_pages.dtype)
+    k, v = k.to(k_pages.dtype).contiguous(), v.to(v_pages.dtype).contiguous()
     _write(_raw(k), _raw(v), _raw(k_pages), _raw(v_pages), slots.numpy())
 
 
@@ -247,24 +247,39 @@ def paged_attention(
 
     Dk and Dv must be multiples of 16 and the last axis of the pages contiguous.
     """
-    tokens, heads, _ = q.shape
+    tokens, heads, size = q.shape
     out = np.zeros((tokens, heads, v_pages.shape[3]), np.float32)
-    lengths = seq_lens.numpy()
+    starts, lengths = query_start.contiguous().numpy(), seq_lens.contiguous().numpy()
     longest = int(lengths.max(initial=0))
     pitch = -(-longest // simd.LANES) * simd.LANES + simd.LANES
-    _attention(
+    sink_scores = _NO_SINKS if sinks is None else sinks.float().contiguous().numpy()
+    shared = (
         q.float().contiguous().numpy(),
         _raw(k_pages),
         _raw(v_pages),
-        block_tables.numpy(),
-        query_start.numpy(),
+        block_tables.contiguous().numpy(),
+        starts,
         lengths,
         scale,
         window or 0,
         softcap or 0.0,
-        _NO_SINKS if sinks is None else sinks.float().contiguous().numpy(),
-        np.empty(heads // k_pages.shape[2] * pitch, np.float32),
-        pitch,
-        out,
+        sink_scores,
     )
+
+    def run_range(begin: int, end: int) -> None:
+        _attention(begin, end, *shared, np.empty(heads * pitch, np.float32), pitch, out)
+
+    key_cost = heads * (size + v_pages.shape[3]) * _NANOSECONDS
+    shares = _shares(starts, lengths, window or longest, key_cost)
+    threads.run([partial(run_range, begin, end) for begin, end in shares])
     return torch.from_numpy(out).to(q.dtype)
+
+
+def _shares(starts: Ints, lengths: Ints, window: int, key_cost: float) -> list[tuple[int, int]]:
+    """Ranges of queries for the threads; a query costs by the keys that it sees."""
+    tokens = int(starts[-1])
+    if tokens * min(window, int(lengths.max(initial=0))) * key_cost < threads.WORTH_NANOSECONDS:
+        return [(0, tokens)]
+    counts = np.diff(starts)
+    positions = np.arange(tokens) + np.repeat(lengths - starts[1:], counts)
+    return threads.split(np.minimum(positions + 1, window) * key_cost)

@@ -12,6 +12,7 @@ loops: what numba offers beyond that costs users seconds of compilation.
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from numba import njit
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pw_kernels import simd
+from pw_kernels import simd, threads
 from pw_kernels.bitplane import MAX_BITS, TILE_BYTES, TILE_COLS, TILE_ROWS, padded_rows
 from pw_kernels.pages import WeightPages
 
@@ -29,6 +30,9 @@ WORKSPACE_BYTES = 64 << 20  # of intermediate results; more tokens than fit are 
 
 _TABLE = 1 << MAX_BITS  # floats reserved for the table of one row
 _WORD_BYTES = TILE_BYTES // 8  # the 16 words of rows r, r+8, r+16, r+24 of a tile
+# Rough costs per weight on one core, to tell when threads pay and how to share experts.
+_DECODE_NANOSECONDS = 0.1
+_MULTIPLY_NANOSECONDS = 0.03
 _NO_BIAS = np.zeros((0, 0), np.float32)
 
 Floats = NDArray[np.float32]
@@ -197,9 +201,10 @@ def _group(ids: Longs, experts: int, starts: Longs, order: Longs, tokens: Longs)
     """
     for expert in range(experts + 2):
         starts[expert] = 0
-    for expert in ids.flat:
-        if 0 <= expert < experts:
-            starts[expert + 2] += 1
+    for token in range(ids.shape[0]):
+        for j in range(ids.shape[1]):
+            if 0 <= ids[token, j] < experts:
+                starts[ids[token, j] + 2] += 1
     for expert in range(experts):
         starts[expert + 2] += starts[expert + 1]
     for token in range(ids.shape[0]):
@@ -211,7 +216,7 @@ def _group(ids: Longs, experts: int, starts: Longs, order: Longs, tokens: Longs)
                 starts[expert + 1] += 1
 
 
-@njit
+@njit(cache=True, nogil=True)
 def _combine(ids: Longs, experts: int, weights: Floats, slots: Floats, out: Floats) -> None:
     """Add the experts of each token in slot order."""
     top_k = ids.shape[1]
@@ -225,10 +230,11 @@ def _combine(ids: Longs, experts: int, weights: Floats, slots: Floats, out: Floa
 
 
 @njit(cache=True, nogil=True)
-def _moe(
+def _experts(
+    first: int,  # experts first to last - 1 are run
+    last: int,
     x: Floats,  # [T, Kp]
     ids: Longs,  # [T, k]
-    weights: Floats,  # [T, k]
     arena: Bytes,  # [P, page_bytes]
     gate_up: Any,  # WeightPages.arrays
     down: Any,
@@ -237,13 +243,13 @@ def _moe(
     down_bias: Floats,  # [E, H] or [0, 0]
     is_fp16: bool,
     kind: int,
-    longs: Longs,  # [E + 2 + 2S] scratch
-    rows: Floats,  # [4 * 256 + 4 * max Kp] scratch
+    longs: Longs,  # [E + 2 + 2S] scratch of this call
+    rows: Floats,  # [4 * 256 + 4 * max Kp] scratch of this call
     before: Floats,  # [S, Np of gate_up] scratch
     hidden: Floats,  # [S, Kp of down] scratch
-    slots: Floats,  # [S, Np of down] scratch
-    out: Floats,  # [T, H]
+    slots: Floats,  # [S, Np of down], rows of these experts are written
 ) -> None:
+    """Output of each slot that belongs to a range of experts."""
     experts = gate_up[0].shape[0]
     starts, order = longs[: experts + 2], longs[experts + 2 : experts + 2 + ids.size]
     tokens = longs[experts + 2 + ids.size :]
@@ -251,18 +257,26 @@ def _moe(
     up_bits, up_planes, up_luts, up_offsets = gate_up
     down_bits, down_planes, down_luts, down_offsets = down
     _group(ids, experts, starts, order, tokens)
-    for e in range(experts):
+    for e in range(first, last):
         if starts[e] == starts[e + 1]:
             continue
         own, own_tokens = order[starts[e] : starts[e + 1]], tokens[starts[e] : starts[e + 1]]
         _start(before, own, gate_up_bias, e)
         _multiply(arena, up_planes[e], up_luts[e], up_offsets[e], up_bits[e], is_fp16,
-                  x, own_tokens, before, own, tables, buffer)
+                  x, own_tokens, before, own, tables, buffer)  # fmt: skip
         _activate(kind, before, width, hidden, own)
         _start(slots, own, down_bias, e)
         _multiply(arena, down_planes[e], down_luts[e], down_offsets[e], down_bits[e], is_fp16,
-                  hidden, own, slots, own, tables, buffer)
-    _combine(ids, experts, weights, slots, out)
+                  hidden, own, slots, own, tables, buffer)  # fmt: skip
+
+
+def _shares(ids: Longs, experts: int, weights: int) -> list[tuple[int, int]]:
+    """Ranges of experts for the threads: decoding costs once an expert, multiplying per slot."""
+    if ids.size * weights * _DECODE_NANOSECONDS < threads.WORTH_NANOSECONDS:
+        return [(0, experts)]
+    counts = np.bincount(ids[(ids >= 0) & (ids < experts)], minlength=experts)
+    costs = weights * (_DECODE_NANOSECONDS * (counts > 0) + _MULTIPLY_NANOSECONDS * counts)
+    return threads.split(costs)
 
 
 def _padded_columns(columns: int) -> int:
@@ -303,15 +317,22 @@ def fused_moe(
     slot_floats = before_rows + hidden_pitch + out_rows
     turn = min(tokens, max(1, WORKSPACE_BYTES // (4 * slot_floats * top_k)))
     slots = turn * top_k
-    scratch = (
-        np.empty(gate_up.experts + 2 + 2 * slots, np.int64),
-        np.empty(4 * (_TABLE + max(pitch, hidden_pitch)), np.float32),
-        np.empty((slots, before_rows), np.float32),
-        np.empty((slots, hidden_pitch), np.float32),
-        np.empty((slots, out_rows), np.float32),
-    )
+    before = np.empty((slots, before_rows), np.float32)
+    hidden = np.empty((slots, hidden_pitch), np.float32)
+    results = np.empty((slots, out_rows), np.float32)
     out = np.empty((tokens, down.rows), np.float32)
+
+    def run_range(first: int, last: int, part: slice) -> None:
+        longs = np.empty(gate_up.experts + 2 + 2 * slots, np.int64)
+        rows = np.empty(4 * (_TABLE + max(pitch, hidden_pitch)), np.float32)
+        _experts(
+            first, last, inputs[part], ids[part], *shared, longs, rows, before, hidden, results
+        )
+
+    block_weights = gate_up.rows * gate_up.cols + down.rows * down.cols
     for start in range(0, tokens, max(turn, 1)):
         part = slice(start, start + turn)
-        _moe(inputs[part], ids[part], weights[part], *shared, *scratch, out[part])
+        shares = _shares(ids[part], gate_up.experts, block_weights)
+        threads.run([partial(run_range, first, last, part) for first, last in shares])
+        _combine(ids[part], gate_up.experts, weights[part], results, out[part])
     return torch.from_numpy(out).to(x.dtype)

@@ -16,7 +16,8 @@ from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
-from numba.core import cgutils, types
+from numba import types
+from numba.core import cgutils
 from numba.extending import intrinsic, models, register_model
 
 LANES = 16
@@ -27,7 +28,7 @@ _MASK, _L = ir.VectorType(ir.IntType(1), LANES), ir.VectorType(_LONG, LANES)
 _P = ir.VectorType(_FLOAT.as_pointer(), LANES)
 
 
-class Vector(types.Type):  # type: ignore[misc]
+class Vector(types.Type):
     """Numba type of a vector of 16 lanes."""
 
     def __init__(self, name: str) -> None:
@@ -38,7 +39,7 @@ F16, I16 = Vector("float32x16"), Vector("int32x16")
 
 
 @register_model(Vector)
-class _VectorModel(models.PrimitiveModel):  # type: ignore[misc]
+class _VectorModel(models.PrimitiveModel):
     def __init__(self, dmm: Any, fe_type: Vector) -> None:
         super().__init__(dmm, fe_type, _F if fe_type.name == F16.name else _I)
 
@@ -202,7 +203,10 @@ def _lookup(context: Any, builder: Any, size: int, table: Any, index: Any) -> An
     if len(parts) == 1:
         return _call(builder, "llvm.x86.avx512.permvar.sf.512", _F, [*parts, index])
     name = "llvm.x86.avx512.vpermi2var.ps.512"
-    pairs = [_call(builder, name, _F, [a, index, b]) for a, b in zip(parts[::2], parts[1::2], strict=True)]
+    pairs = [
+        _call(builder, name, _F, [a, index, b])
+        for a, b in zip(parts[::2], parts[1::2], strict=True)
+    ]
     if len(pairs) == 1:
         return pairs[0]
     return builder.select(builder.icmp_unsigned(">=", index, _fill(_I, 32)), pairs[1], pairs[0])
@@ -308,7 +312,9 @@ def sums(typingctx: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         def fold(x: Any, y: Any, first: list[int], second: list[int]) -> Any:
-            parts = [builder.shuffle_vector(x, y, _constant(_I, lanes)) for lanes in (first, second)]
+            parts = [
+                builder.shuffle_vector(x, y, _constant(_I, lanes)) for lanes in (first, second)
+            ]
             return builder.fadd(*parts)
 
         low, high = list(range(8)), list(range(16, 24))
@@ -317,7 +323,7 @@ def sums(typingctx: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
             for x, y in (args[:2], args[2:])
         ]
         quads = [lane + 8 * group for group in range(4) for lane in range(4)]
-        total = fold(*pairs, quads, [lane + 4 for lane in quads])
+        total = fold(pairs[0], pairs[1], quads, [lane + 4 for lane in quads])
         for step in (2, 1):
             total = fold(total, total, list(range(16)), [lane ^ step for lane in range(16)])
         return cgutils.pack_array(

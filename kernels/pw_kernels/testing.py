@@ -36,7 +36,8 @@ class ScatteredArena:
         """Copy a tensor's bytes into fresh pages; returns their ids."""
         flat = block.contiguous().view(torch.uint8).flatten()
         ids = []
-        for chunk in flat.split(self.page_bytes):
+        for start in range(0, flat.numel(), self.page_bytes):
+            chunk = flat[start : start + self.page_bytes]
             page = self._free.pop()
             self.data[page, : chunk.numel()] = chunk
             ids.append(page)

@@ -1,0 +1,183 @@
+"""One door to every kernel: picks the fastest implementation that can take the arguments.
+
+`reference` runs everywhere, `numba` on CPU tensors if numba is installed, `triton` on CUDA tensors.
+Backends are imported when first used, so importing this module costs torch alone.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from pw_kernels import reference
+from pw_kernels.pages import WeightPages
+from pw_kernels.reference import Activation, Observer
+
+BACKENDS = ("auto", "reference", "numba", "triton")
+
+_VECTOR = 16  # head sizes that the numba attention takes are multiples of this
+_KV_DTYPES = (torch.float32, torch.bfloat16)
+
+
+def available_backends() -> tuple[str, ...]:
+    """Backends that can run on this machine, slowest first."""
+    found = ["reference"]
+    if _numba("cpu_moe") is not None:
+        found.append("numba")
+    if torch.cuda.is_available() and _triton("triton_moe") is not None:
+        found.append("triton")
+    return tuple(found)
+
+
+def fused_moe(
+    x: Tensor,
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    arena: Tensor,
+    gate_up: WeightPages,
+    down: WeightPages,
+    *,
+    lut_dtype: torch.dtype,
+    activation: Activation,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    observer: Observer | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """Run the routed experts of one layer; arguments as in `reference.fused_moe`.
+
+    An observer, a callable activation and experts without a gate are the reference's alone.
+
+    Raises:
+        ValueError: The named backend cannot take these arguments, or is not installed.
+    """
+    plain = (
+        observer is None
+        and isinstance(activation, str)
+        and activation in reference.ACTIVATIONS
+        and gate_up.rows == 2 * down.cols
+        and lut_dtype in (torch.bfloat16, torch.float16)
+    )
+    name = _choose(backend, x.device, "moe", fits_numba=plain, fits_triton=plain)
+    if name == "reference":
+        return reference.fused_moe(
+            x,
+            topk_ids,
+            topk_weights,
+            arena,
+            gate_up,
+            down,
+            lut_dtype=lut_dtype,
+            activation=activation,
+            gate_up_bias=gate_up_bias,
+            down_bias=down_bias,
+            observer=observer,
+        )
+    module = _numba("cpu_moe") if name == "numba" else _triton("triton_moe")
+    assert module is not None  # _choose has imported it
+    return module.fused_moe(  # type: ignore[no-any-return]
+        x,
+        topk_ids,
+        topk_weights,
+        arena,
+        gate_up,
+        down,
+        lut_dtype=lut_dtype,
+        activation=activation,
+        gate_up_bias=gate_up_bias,
+        down_bias=down_bias,
+    )
+
+
+def paged_attention(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    block_tables: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """Causal attention over paged keys and values; arguments as in `reference.paged_attention`.
+
+    Raises:
+        ValueError: The named backend cannot take these arguments, or is not installed.
+    """
+    fits = _fits_numba(k_pages) and _fits_numba(v_pages)
+    name = _choose(backend, q.device, "attention", fits_numba=fits, fits_triton=False)
+    module = _numba("cpu_attention") if name == "numba" else reference
+    assert module is not None  # _choose has imported it
+    return module.paged_attention(  # type: ignore[no-any-return]
+        q,
+        k_pages,
+        v_pages,
+        block_tables,
+        query_start,
+        seq_lens,
+        scale=scale,
+        window=window,
+        softcap=softcap,
+        sinks=sinks,
+    )
+
+
+def write_kv(
+    k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor, *, backend: str = "auto"
+) -> None:
+    """Store keys and values of new tokens in place; arguments as in `reference.write_kv`.
+
+    Raises:
+        ValueError: The named backend cannot take these arguments, or is not installed.
+    """
+    fits = k_pages.dtype in _KV_DTYPES and v_pages.dtype in _KV_DTYPES
+    name = _choose(backend, k.device, "attention", fits_numba=fits, fits_triton=False)
+    module = _numba("cpu_attention") if name == "numba" else reference
+    assert module is not None  # _choose has imported it
+    module.write_kv(k, v, k_pages, v_pages, slots)
+
+
+def _fits_numba(pages: Tensor) -> bool:
+    return pages.dtype in _KV_DTYPES and pages.shape[-1] % _VECTOR == 0 and pages.stride(-1) == 1
+
+
+def _choose(
+    backend: str, device: torch.device, what: str, *, fits_numba: bool, fits_triton: bool
+) -> str:
+    """Resolve a backend name for tensors on `device`."""
+    if backend not in BACKENDS:
+        raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
+    on_cpu = device.type == "cpu"
+    numba = fits_numba and on_cpu and _numba(f"cpu_{what}") is not None
+    triton = fits_triton and (device.type == "cuda" or backend == "triton")
+    triton = triton and _triton(f"triton_{what}") is not None
+    if backend == "auto":
+        return "triton" if triton else "numba" if numba else "reference"
+    if backend == "reference" or (numba and backend == "numba") or (triton and backend == "triton"):
+        return backend
+    raise ValueError(f"backend {backend!r} cannot run this {what} call on {device.type} tensors")
+
+
+@cache
+def _numba(module: str) -> ModuleType | None:
+    try:
+        from pw_kernels import cpu_attention, cpu_moe
+    except ImportError:  # numba is optional
+        return None
+    return {"cpu_moe": cpu_moe, "cpu_attention": cpu_attention}[module]
+
+
+@cache
+def _triton(module: str) -> ModuleType | None:
+    try:
+        from pw_kernels import triton_moe
+    except ImportError:  # triton is Linux only
+        return None
+    return {"triton_moe": triton_moe}[module]
