@@ -1,19 +1,24 @@
-"""The two decisions around a build: may it go on, and how it takes the place of what was there."""
+"""What an earlier run left: whether a build may go on from it, and how it becomes the artifact."""
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Any
 
 from pw.errors import StoreError
 from pw.store.artifact import QUANTIZE
-from pw.store.files import fsync_folder, remove_tree
-from pw.store.manifest import MANIFEST, Manifest, plain
-from pw.store.manifest_reader import load
+from pw.store.files import fsync_folder, read_bounded, remove_tree
+from pw.store.manifest import MANIFEST, BlockSums, Manifest, plain
+from pw.store.manifest_reader import load, sums_from_json
+from pw.store.planes import PayloadLayout
 from pw.store.tables import refuse_changes
 
 BUILD = ".build"  # folder of what only a build needs
+DRAFT = "draft.json"  # the manifest so far, in that folder
+
+_RECORD_LIMIT = 1 << 26  # bytes of a checksum record
 
 
 def make_folder(folder: Path) -> None:
@@ -63,7 +68,36 @@ def refuse_other(folder: Path, found: Manifest, wanted: Manifest) -> None:
     refuse_changes(folder, QUANTIZE, _identity(found), _identity(wanted))
 
 
-def refuse_other_tool(folder: Path, found: Manifest, wanted: Manifest) -> None:
-    """Refuse to mix blocks of two versions of this program in one artifact."""
-    old, new = {"tool_version": found.tool_version}, {"tool_version": wanted.tool_version}
-    refuse_changes(folder, QUANTIZE, old, new)
+def resumable(partial: Path, wanted: Manifest, overwrite: bool) -> Manifest | None:
+    """The draft of an earlier run that `wanted` may go on with; None to start afresh.
+
+    Blocks of two versions of this program do not mix.
+
+    Raises:
+        StaleStageError: It has other settings, and `overwrite` is false.
+        StoreError: It is damaged, and `overwrite` is false.
+    """
+    draft = partial / BUILD / DRAFT
+    if not draft.exists():
+        return None
+    try:
+        found = load(draft)
+        old, new = {"tool_version": found.tool_version}, {"tool_version": wanted.tool_version}
+        refuse_changes(partial, QUANTIZE, old | _identity(found), new | _identity(wanted))
+    except StoreError as error:
+        if overwrite:
+            return None
+        error.hint = error.hint or "pass `--overwrite` to start again"
+        raise
+    return found
+
+
+def read_record(path: Path, layout: PayloadLayout) -> BlockSums | None:
+    """Checksums of a finished (layer, module); None, so that it is written again, if unreadable."""
+    if not path.exists():
+        return None
+    try:
+        value = json.loads(read_bounded(path, _RECORD_LIMIT))
+        return sums_from_json(value, layout.geometry.experts, layout.widths, path)
+    except (StoreError, ValueError, RecursionError):
+        return None

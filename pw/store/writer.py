@@ -14,7 +14,6 @@ Owns the order of writes that makes a kill at any instant harmless. Knows no qua
 from __future__ import annotations
 
 import errno
-import json
 import os
 import shutil
 from collections.abc import Iterable, Mapping
@@ -41,7 +40,6 @@ from pw.store.files import (
     fsync_file,
     fsync_folder,
     fsync_tree,
-    read_bounded,
     remove_tree,
     replace_file,
     sha256_file,
@@ -60,7 +58,7 @@ from pw.store.manifest import (
     sums_to_json,
     to_bytes,
 )
-from pw.store.manifest_reader import FILE_NAME, load, sums_from_json
+from pw.store.manifest_reader import FILE_NAME
 from pw.store.planes import (
     LUTS,
     PLANES,
@@ -70,7 +68,15 @@ from pw.store.planes import (
     write_arrays,
     write_groups,
 )
-from pw.store.publish import BUILD, make_folder, refuse_other, refuse_other_tool, swap_in
+from pw.store.publish import (
+    BUILD,
+    DRAFT,
+    make_folder,
+    read_record,
+    refuse_other,
+    resumable,
+    swap_in,
+)
 from pw.store.tables import Table, TableFolder
 
 MODEL_FILES = (
@@ -86,8 +92,6 @@ MODEL_FILES = (
     "chat_template.jinja",
     "chat_template.json",
 )
-
-_RECORD_LIMIT = 1 << 26  # bytes of a checksum record
 
 
 class ArtifactWriter:
@@ -128,7 +132,7 @@ class ArtifactWriter:
             max_bits: Widest width, the number of planes.
             lut_dtype: torch.bfloat16 or torch.float16.
             settings: Mapping or config dataclass of everything that decides the bytes.
-            overwrite: Build anew, whatever is there.
+            overwrite: Build anew; work of an earlier run with these settings still resumes.
 
         Raises:
             StaleStageError: There is work with other settings, and `overwrite` is false.
@@ -167,16 +171,9 @@ class ArtifactWriter:
             return cls(path, path, finished, lock)
         if path.exists() and not (path / MANIFEST).exists():
             raise StoreError(f"output exists and is not an artifact: `{path}`", "remove it first")
-        if overwrite:
-            remove_tree(partial)
-        draft = partial / BUILD / "draft.json"
-        if draft.exists():
-            found = load(draft)
-            refuse_other(partial, found, wanted)
-            refuse_other_tool(partial, found, wanted)
-            wanted = found
-        writer = cls(path, partial, wanted, lock)
-        writer._prepare(fresh=not draft.exists())
+        found = resumable(partial, wanted, overwrite)
+        writer = cls(path, partial, found or wanted, lock)
+        writer._prepare(fresh=found is None)
         return writer
 
     def _prepare(self, fresh: bool) -> None:
@@ -190,11 +187,9 @@ class ArtifactWriter:
             if fresh:
                 self._save(self._tables.manifest)
         for layer, module in self._layout.blocks():
-            record = self._record(layer, module)
-            if record.exists():
-                value = json.loads(read_bounded(record, _RECORD_LIMIT))
-                geometry, widths = self._layout.geometry, self._layout.widths
-                self._done[layer, module] = sums_from_json(value, geometry.experts, widths, record)
+            sums = read_record(self._record(layer, module), self._layout)
+            if sums is not None:
+                self._done[layer, module] = sums
         if shutil.disk_usage(existing_parent(self._folder)).free < self.bytes_needed():
             raise disk_full(self._folder, self.bytes_needed())
 
@@ -396,5 +391,5 @@ class ArtifactWriter:
 
     def _save(self, manifest: Manifest) -> None:
         """Make a manifest durable: the draft, or the real one when tables are added afterwards."""
-        target = self.path / MANIFEST if self.complete else self._build / "draft.json"
+        target = self.path / MANIFEST if self.complete else self._build / DRAFT
         replace_file(target, to_bytes(manifest))

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -160,3 +161,46 @@ def test_a_folder_that_is_no_artifact_is_left_alone(sample: Sample, tmp_path: Pa
         with pytest.raises(StoreError, match="not an artifact"):
             sample.open(tmp_path / "x.pw", overwrite=overwrite)
     assert (tmp_path / "x.pw/precious").read_text() == "mine"
+
+
+def test_overwrite_resumes_its_own_work_and_drops_that_of_others(
+    sample: Sample, copy: Path
+) -> None:
+    changed = {**SETTINGS, "min_bits": 3}
+    with sample.open(copy, overwrite=True, settings=changed) as writer:
+        sample.write_blocks(writer, 1, "down")
+    with sample.open(copy, overwrite=True, settings=changed) as writer:
+        assert writer.done(1, "down")
+    with sample.open(copy, overwrite=True) as writer:
+        assert not writer.done(1, "down")
+
+
+@pytest.mark.parametrize("old_moved", [False, True])
+def test_killed_while_taking_the_place_of_an_old_artifact(
+    sample: Sample, built: Artifact, copy: Path, old_moved: bool
+) -> None:
+    (copy / "tokenizer.json").unlink()  # the old one differs
+    shutil.copytree(built.path, copy.with_name(f"{copy.name}.partial"))
+    if old_moved:
+        copy.rename(copy.with_name(f"{copy.name}.old"))
+    with sample.open(copy) as writer:
+        assert writer.complete
+    assert tree_hash(copy) == tree_hash(built.path)
+    assert [path.name for path in copy.parent.iterdir()] == [copy.name]
+
+
+def test_damaged_work_is_done_again(sample: Sample, tmp_path: Path, built: Artifact) -> None:
+    path = tmp_path / "x.pw"
+    with sample.open(path) as writer:
+        sample.write_blocks(writer, 1, "down")
+        sample.write_blocks(writer, 2, "down")
+    build = tmp_path / "x.pw.partial/.build"
+    (build / "blocks/1.down.json").write_text("{")
+    with sample.open(path) as writer:
+        assert not writer.done(1, "down")
+        assert writer.done(2, "down")
+    (build / "draft.json").write_text("{")
+    with pytest.raises(StoreError, match="damaged") as refusal:
+        sample.open(path)
+    assert "--overwrite" in refusal.value.hint
+    assert tree_hash(sample.build(path, overwrite=True).path) == tree_hash(built.path)
