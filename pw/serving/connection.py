@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from typing import Any, TypeVar
 
 import orjson
@@ -67,8 +67,9 @@ class EventStream(Response):
 
     async def __call__(self, _scope: Scope, receive: Receive, send: Send) -> None:
         """Send the stream; a client that goes away ends it silently."""
-        async with self._resources:
-            await while_connected(receive, self._send_all(send))
+        with suppress(ClientDisconnect):  # outermost: the resources are told why they close
+            async with self._resources:
+                await while_connected(receive, self._send_all(send))
 
     async def _send_all(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})

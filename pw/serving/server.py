@@ -71,7 +71,9 @@ def serve(
     )
     context: ServingContext = app.state.context
     url = _url(host, listener.getsockname()[1])
-    message = how_to_call(url, context.model_name, chat=context.has_chat)
+    message = how_to_call(
+        url, context.model_name, chat=context.has_chat, keyed=bool(config.api_keys)
+    )
     server = DrainingServer(uvicorn_config, context, shutdown_timeout, lambda: announce(message))
 
     asyncio.run(server.serve(sockets=[listener]))
@@ -134,8 +136,8 @@ class DrainingServer(uvicorn.Server):
         return await super().on_tick(counter)
 
 
-def how_to_call(url: str, model: str, *, chat: bool) -> str:
-    """The URL and two ready-to-paste calls."""
+def how_to_call(url: str, model: str, *, chat: bool, keyed: bool) -> str:
+    """The URL and two ready-to-paste calls; keys are taken from `PW_API_KEY`, never printed."""
     field: tuple[str, object] = ("prompt", "The sky is")
     path, call, text = "completions", "completions", "text"
     if chat:
@@ -143,13 +145,15 @@ def how_to_call(url: str, model: str, *, chat: bool) -> str:
         path, call, text = "chat/completions", "chat.completions", "message.content"
     argument = f"{field[0]}={json.dumps(field[1])}"
     data = shlex.quote(json.dumps({"model": model, field[0]: field[1], "max_tokens": 64}))
+    header = ' -H "authorization: Bearer $PW_API_KEY"' if keyed else ""
+    imports, key = ("import os\n  ", 'os.environ["PW_API_KEY"]') if keyed else ("", '"none"')
     return f"""\
 PagedWeight serves {model} on {url}
 
-  curl {url}/v1/{path} -H 'content-type: application/json' -d {data}
+  curl {url}/v1/{path} -H 'content-type: application/json'{header} -d {data}
 
-  from openai import OpenAI
-  client = OpenAI(base_url="{url}/v1", api_key="none")
+  {imports}from openai import OpenAI
+  client = OpenAI(base_url="{url}/v1", api_key={key})
   answer = client.{call}.create(model={json.dumps(model)}, {argument}, max_tokens=64)
   print(answer.choices[0].{text})
 """

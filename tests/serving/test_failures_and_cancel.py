@@ -107,7 +107,7 @@ def test_client_that_leaves_before_the_first_token(served, path, stream, n, capl
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
-def test_client_that_leaves_a_stream(start):
+def test_client_that_leaves_a_stream(start, caplog):
     with start(FakeEngine(step_seconds=0.02)) as served:
         stream = served.openai.chat.completions.create(
             model="fake", messages=[{"role": "user", "content": "1"}], stream=True
@@ -123,6 +123,7 @@ def test_client_that_leaves_a_stream(start):
         assert served.engine.tokens == before < 12
         name = 'pw:request_aborted_total{engine="0",model_name="fake",reason="client"}'
         assert served.metrics()[name] == 1
+        assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
 def test_socket_closed_in_the_middle_of_the_body(served):

@@ -163,12 +163,15 @@ def test_keys_guard_every_route_but_health(start):
         assert served.http.get("/version", headers=second).status_code == 200
 
 
-def test_base_model_is_told_to_use_completions():
-    text = how_to_call("http://h:1", "it's", chat=False)
+@pytest.mark.parametrize("keyed", [False, True])
+def test_banner_of_a_base_model_and_of_a_server_with_keys(keyed):
+    text = how_to_call("http://h:1", "it's", chat=False, keyed=keyed)
     assert "http://h:1/v1/completions" in text
     assert "chat" not in text
     assert "it'\"'\"'s" in text  # quoted for the shell
-    compile(text[text.index("  from openai") :].replace("\n  ", "\n").strip(), "snippet", "exec")
+    assert ("Bearer $PW_API_KEY" in text) == ('os.environ["PW_API_KEY"]' in text) == keyed
+    snippet = text.split("\n\n")[2].replace("\n  ", "\n").strip()
+    compile(snippet, "snippet", "exec")
 
 
 @pytest.mark.parametrize("names", [(), ("",)])
