@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 from sklearn.linear_model import RidgeCV
 from sklearn.model_selection import GroupShuffleSplit, ShuffleSplit
+from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
 
 from pw.errors import ConfigError
 from pw.store.artifact import Artifact
@@ -71,14 +72,25 @@ class Heads:
 
 
 def run(
-    path: str | Path, config: ResidualConfig, progress: Progress, *, overwrite: bool = False
+    path: str | Path,
+    progress: Progress,
+    config: ResidualConfig | None = None,
+    *,
+    overwrite: bool = False,
 ) -> ResidualReport:
     """Fit the heads of an artifact that has a routing trace; store the table `residuals`.
+
+    Args:
+        path: Folder of the artifact.
+        progress: Where to report.
+        config: How to split; None = the defaults.
+        overwrite: Replace a table that was made with other settings.
 
     Raises:
         PwError: No trace, too few prompts, or a table with other settings.
     """
     artifact = Artifact.open(path)
+    config = config or ResidualConfig()
     inputs = artifact.digests("routing") if artifact.has_table("routing") else {}
     trace = artifact.table("routing").arrays
     if not artifact.table_done(STAGE, config, inputs, overwrite):
@@ -147,12 +159,13 @@ def fit_layer(
     target = np.nan_to_num(y.astype(np.float64))
     heads = y.shape[1]
     coef, intercept = np.zeros((heads, x.shape[1])), np.zeros(heads)
-    for head in range(heads):
-        rows = train[weight[train, head] > 0]
-        if len(rows) >= _LEAST_PROMPTS:
-            ridge = RidgeCV(alphas=_ALPHAS)
-            ridge.fit(x[rows], target[rows, head], sample_weight=weight[rows, head])
-            coef[head], intercept[head] = ridge.coef_, ridge.intercept_
+    with threadpool_limits(1):  # many small systems: threads cost more than they give
+        for head in range(heads):
+            rows = train[weight[train, head] > 0]
+            if len(rows) >= _LEAST_PROMPTS:
+                ridge = RidgeCV(alphas=_ALPHAS)
+                ridge.fit(x[rows], target[rows, head], sample_weight=weight[rows, head])
+                coef[head], intercept[head] = ridge.coef_, ridge.intercept_
     error = weight * (x @ coef.T + intercept - target) ** 2
     zero = weight * target**2
     sums = {name: np.stack([error[i].sum(0), zero[i].sum(0)]) for name, i in
