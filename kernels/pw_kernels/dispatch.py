@@ -7,6 +7,7 @@ Backends are imported when first used, so importing this module costs torch alon
 from __future__ import annotations
 
 from functools import cache
+from importlib import import_module
 from types import ModuleType
 
 import torch
@@ -25,9 +26,9 @@ _KV_DTYPES = (torch.float32, torch.bfloat16)
 def available_backends() -> tuple[str, ...]:
     """Backends that can run on this machine, slowest first."""
     found = ["reference"]
-    if _numba("cpu_moe") is not None:
+    if _module("cpu_moe") is not None:
         found.append("numba")
-    if torch.cuda.is_available() and _triton("triton_moe") is not None:
+    if torch.cuda.is_available() and _module("triton_moe") is not None:
         found.append("triton")
     return tuple(found)
 
@@ -76,7 +77,7 @@ def fused_moe(
             down_bias=down_bias,
             observer=observer,
         )
-    module = _numba("cpu_moe") if name == "numba" else _triton("triton_moe")
+    module = _module("cpu_moe") if name == "numba" else _module("triton_moe")
     assert module is not None  # _choose has imported it
     return module.fused_moe(  # type: ignore[no-any-return]
         x,
@@ -113,7 +114,7 @@ def paged_attention(
     """
     fits = _fits_numba(k_pages) and _fits_numba(v_pages)
     name = _choose(backend, q.device, "attention", fits_numba=fits, fits_triton=False)
-    module = _numba("cpu_attention") if name == "numba" else reference
+    module = _module("cpu_attention") if name == "numba" else reference
     assert module is not None  # _choose has imported it
     return module.paged_attention(  # type: ignore[no-any-return]
         q,
@@ -139,7 +140,7 @@ def write_kv(
     """
     fits = k_pages.dtype in _KV_DTYPES and v_pages.dtype in _KV_DTYPES
     name = _choose(backend, k.device, "attention", fits_numba=fits, fits_triton=False)
-    module = _numba("cpu_attention") if name == "numba" else reference
+    module = _module("cpu_attention") if name == "numba" else reference
     assert module is not None  # _choose has imported it
     module.write_kv(k, v, k_pages, v_pages, slots)
 
@@ -155,9 +156,9 @@ def _choose(
     if backend not in BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
     on_cpu = device.type == "cpu"
-    numba = fits_numba and on_cpu and _numba(f"cpu_{what}") is not None
+    numba = fits_numba and on_cpu and _module(f"cpu_{what}") is not None
     triton = fits_triton and (device.type == "cuda" or backend == "triton")
-    triton = triton and _triton(f"triton_{what}") is not None
+    triton = triton and _module(f"triton_{what}") is not None
     if backend == "auto":
         return "triton" if triton else "numba" if numba else "reference"
     if backend == "reference" or (numba and backend == "numba") or (triton and backend == "triton"):
@@ -166,18 +167,9 @@ def _choose(
 
 
 @cache
-def _numba(module: str) -> ModuleType | None:
+def _module(name: str) -> ModuleType | None:
+    """A module of kernels, or None where the compiler that it needs is not installed."""
     try:
-        from pw_kernels import cpu_attention, cpu_moe
-    except ImportError:  # numba is optional
+        return import_module(f"pw_kernels.{name}")
+    except ImportError:
         return None
-    return {"cpu_moe": cpu_moe, "cpu_attention": cpu_attention}[module]
-
-
-@cache
-def _triton(module: str) -> ModuleType | None:
-    try:
-        from pw_kernels import triton_moe
-    except ImportError:  # triton is Linux only
-        return None
-    return {"triton_moe": triton_moe}[module]
