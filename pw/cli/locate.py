@@ -66,11 +66,13 @@ def _names_a_hub_model(model: str) -> bool:
 
 def _tiny_artifact(quiet: bool) -> Path:
     path = cache_home() / f"tiny-{__version__}.pw"
-    if not (path / "manifest.json").is_file():
+    if not (path / "residuals.zarr").is_dir():  # what its last stage writes
         if not quiet:
             print(f"calibrating the bundled model once, into {path}", file=sys.stderr)
-        from pw.cli.offline import build  # offline commands locate artifacts too
+        from pw.cli.offline import build, fit  # offline commands locate artifacts too
 
         path.parent.mkdir(parents=True, exist_ok=True)
-        build(TINY, path, Widths(), Calibration(), Common(quiet=quiet))
+        common = Common(quiet=quiet)
+        build(TINY, path, Widths(), Calibration(), common)
+        fit(path, common)
     return path

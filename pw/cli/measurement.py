@@ -59,7 +59,7 @@ def evaluate(
     earlier = None if baseline is None else _read_baseline(baseline)
     path = artifact_path(model, quiet=common.quiet)
 
-    from pw.engine.engine import Engine
+    from pw.engine import Engine
     from pw.evaluation.bootstrap import paired_interval
     from pw.evaluation.perplexity import cut_chunks, perplexity
     from pw_pipelines.calibration import bos_prefix
@@ -142,7 +142,7 @@ def bench(
     """Measure speed: calibration, planner, tokens per second beside transformers."""
     import tempfile
 
-    from pw.engine.engine import Engine
+    from pw.engine import Engine
     from pw.evaluation.speed import Load, engine_speed, planner_seconds, transformers_speed
     from pw.models.resolve import resolve_model
 

@@ -17,6 +17,7 @@ from pw.cli.options import Calibration, Common, Widths
 if TYPE_CHECKING:
     from pw_pipelines.progress import Progress
     from pw_pipelines.quantize import QuantizeReport
+    from pw_pipelines.residuals import ResidualReport
 
 Model = Annotated[
     str, typer.Argument(metavar="MODEL", help="A checkpoint folder, a hub id, or `tiny` (bundled).")
@@ -188,10 +189,13 @@ def trace(
 
 def fit_residuals(artifact: Artifact, common: Common, overwrite: Overwrite = False) -> None:
     """Fit the heads that predict a prompt's residuals; those that lose to zero are dropped."""
-    path = artifact_path(artifact, quiet=common.quiet)
-
-    from pw_pipelines import residuals as stage
-
-    report = stage.run(path, progress_of(common), overwrite=overwrite)
+    report = fit(artifact_path(artifact, quiet=common.quiet), common, overwrite=overwrite)
     if common.json:
         print_json(report)
+
+
+def fit(path: Path, common: Common, *, overwrite: bool = False) -> ResidualReport:
+    """Run the stage of `pw fit-residuals`; nothing to do where it is done already."""
+    from pw_pipelines import residuals
+
+    return residuals.run(path, progress_of(common), overwrite=overwrite)

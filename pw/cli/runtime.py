@@ -42,7 +42,7 @@ def generate(
     text = sys.stdin.read() if prompt is None else prompt
     path = artifact_path(model, quiet=common.quiet)
 
-    from pw.engine.engine import Engine
+    from pw.engine import Engine
 
     engine = Engine.from_artifact(path, config)
     tokenizer = engine.tokenizer
@@ -88,8 +88,7 @@ def serve(
         _check_port(server.host, server.port)
     path = artifact_path(model, quiet=common.quiet)
 
-    from pw.engine.async_engine import AsyncEngine
-    from pw.engine.engine import Engine
+    from pw.engine import AsyncEngine, Engine
     from pw.serving.context import ServingConfig
     from pw.serving.limits import ServingLimits
     from pw.serving.schemas import SamplingDefaults
