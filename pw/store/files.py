@@ -54,10 +54,10 @@ def fsync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def fsync_tree(folder: Path) -> None:
-    """Make every folder below `folder`, and every file written by a library there, durable."""
+def fsync_tree(folder: Path, *, files: bool) -> None:
+    """Make the names below `folder` durable, and the bytes of its files too if `files`."""
     for where, _, names in os.walk(folder):
-        for name in names:
+        for name in names if files else ():
             fsync_file(Path(where, name))
         fsync_folder(Path(where))
 

@@ -23,9 +23,10 @@ import torch
 import zarr
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn import functional
 
 from pw.blocks import MODULES, BlockKey, ExpertGeometry, Module
-from pw.store.files import write_file
+from pw.store.files import fsync_file, write_file
 from pw.store.manifest import BlocksKey, BlockSums, Manifest, blocks_name
 from pw_kernels.bitplane import TILE_WORDS, lut_bytes, padded_rows, plane_bytes, tile_count
 
@@ -171,9 +172,9 @@ def lut_words(
         if tuple(table.shape) not in allowed or table.dtype != layout.lut_dtype:
             found = f"{tuple(table.shape)} {table.dtype}"
             raise ValueError(f"LUT {found}, need {allowed[0]} {layout.lut_dtype}")
-        padded = table.new_zeros(allowed[1], device="cpu")
-        padded[:, : table.shape[1]] = table
-        words[bits] = padded.view(torch.int16).numpy().view(np.uint16)
+        padding = allowed[1][1] - table.shape[1]
+        padded = functional.pad(table.cpu(), (0, 0, 0, padding)) if padding else table.cpu()
+        words[bits] = padded.contiguous().view(torch.int16).numpy().view(np.uint16)
     return words
 
 
@@ -248,3 +249,4 @@ def _describe_array(
         attributes=attributes,
         config={"write_empty_chunks": True},
     )
+    fsync_file(folder / "zarr.json")

@@ -116,7 +116,7 @@ class TableFolder:
         with disk_errors(self.root, needed):
             remove_tree(scratch)
             _write_group(scratch, table)
-            fsync_tree(scratch)
+            fsync_tree(scratch, files=True)
             if self.has(stage):
                 self.commit(self.manifest.with_stage(stage, None).with_files({}, under=group))
             remove_tree(target)

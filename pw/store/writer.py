@@ -255,7 +255,7 @@ class ArtifactWriter:
         with disk_errors(self._folder, self.bytes_needed()):
             remove_tree(stage)
             sums = write_arrays(stage, self._layout, layer, module, words, tables)
-            fsync_tree(stage)
+            fsync_tree(stage, files=False)
             for group in (PLANES, LUTS):
                 for array in sorted((stage / group).iterdir()):
                     remove_tree(self._folder / group / array.name)
