@@ -2,7 +2,8 @@
 
 import os
 
-os.environ["TRITON_INTERPRET"] = "1"  # read once, at the first import of triton by anyone
+# Read once, at the first import of triton by anyone; GPU tests run with TRITON_INTERPRET=0.
+os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import pytest
 import torch

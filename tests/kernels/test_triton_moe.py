@@ -1,4 +1,4 @@
-"""The Triton MoE: its logic by the interpreter, its code by real compilation, neither with a GPU."""
+"""The Triton MoE: logic by the interpreter, code by real compilation, neither with a GPU."""
 
 import os
 import subprocess
@@ -82,6 +82,7 @@ def test_groups_hold_every_slot_once() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif("os.environ['TRITON_INTERPRET'] == '1'", reason="needs TRITON_INTERPRET=0")
 @pytest.mark.parametrize("lut_dtype", [torch.bfloat16, torch.float16])
 def test_on_a_gpu(lut_dtype: torch.dtype) -> None:
     compare(
@@ -117,8 +118,8 @@ for capability in (80, 90, 100):
         signature = {k: types.get(k, "constexpr") for k in kernel.arg_names}
         target = GPUTarget("cuda", capability, 32)
         built = triton.compile(ASTSource(kernel, signature, constants), target=target)
-        uses_matrix_unit = any(word in built.asm["ptx"] for word in ("mma.sync", "wgmma", "tcgen05"))
-        assert uses_matrix_unit == (name != "combine_kernel"), name
+        multiplies = any(word in built.asm["ptx"] for word in ("mma.sync", "wgmma", "tcgen05"))
+        assert multiplies == (name != "combine_kernel"), name
         assert len(built.asm["cubin"]) > 1000
 """
 
