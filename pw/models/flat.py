@@ -183,7 +183,10 @@ def _activation(module: nn.Module) -> Callable[[Tensor], Tensor]:
 def _fuse(modules: Sequence[Any]) -> tuple[Tensor, Tensor | None]:
     """One weight and bias for linear maps of the same input, whose own become views of it."""
     sizes = [module.out_features for module in modules]
-    weight = torch.cat([module.weight for module in modules])
+    if modules[0].weight.stride(0) == 1:  # stored by column, and so shall be the whole
+        weight = torch.cat([module.weight.t() for module in modules], dim=1).t()
+    else:
+        weight = torch.cat([module.weight for module in modules])
     for module, part in zip(modules, torch.split(weight, sizes), strict=True):
         module.weight = nn.Parameter(part, requires_grad=False)
     if modules[0].bias is None:

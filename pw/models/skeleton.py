@@ -98,6 +98,8 @@ def load_skeleton(
     device = torch.device(device)
     model = build(checkpoint, dtype, attention=ATTENTION, experts=EXPERTS)
     load_dense_tensors(model, checkpoint, dtype, device)
+    if device.type == "cpu" and dtype == torch.float32:
+        _store_by_column(model)
     bind_attention(model, checkpoint.architecture.probe.bindings)
     modules = [module for _, module in expert_modules(model)]
     config = checkpoint.architecture.config
@@ -148,6 +150,18 @@ def load_dense_tensors(
             if buffer is not None:
                 module._buffers[leaf] = buffer.to(device)
     _check_loaded(model)
+
+
+def _store_by_column(model: nn.Module) -> None:
+    """Lay the weights of linear maps out as [K, N] in memory; their shape stays [N, K].
+
+    For products of 4 to 64 rows the CPU's matrix library is 1.5 to 2.2 times as fast on this
+    layout as on the usual one, and about equal for one row and for many.
+    """
+    for module in model.modules():
+        if isinstance(module, nn.Linear) and not module.weight.is_meta:
+            # `data` reaches a tied embedding too.
+            module.weight.data = module.weight.data.t().contiguous().t()
 
 
 def _check_loaded(model: nn.Module) -> None:
