@@ -244,10 +244,13 @@ class Engine:
         sequence.computed = end
         if chunk.is_prompt:
             self._counters.prompt_tokens += min(end, len(sequence.prompt)) - chunk.start
-        if logprobs is not None and end > sequence.scored:
+        if sequence.params.prompt_logprobs and end > sequence.scored:
             # A preempted sequence computes its prompt again: what was scored stays.
-            new = logprobs[max(0, sequence.scored - chunk.start) :]
-            sequence.prompt_logprobs += [None, *new] if sequence.scored == 0 else new
+            first: list[float | None] = [None] if sequence.scored == 0 else []
+            sequence.prompt_logprobs += [
+                *first,
+                *(logprobs or [])[max(0, sequence.scored - chunk.start) :],
+            ]
             sequence.scored = end
         if sequence.statistics is not None and end >= len(sequence.prompt):
             sequence.eta = sequence.statistics.eta()

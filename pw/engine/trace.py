@@ -8,6 +8,7 @@ One JSON object a line:
      "pages": freed, "damage": d, "reason": ...}
     {"event": "begin_raise", ... "pages": taken}   {"event": "commit_raise", ...}
     {"event": "cancel_raise", ...}
+    {"event": "plan", "step": s, "reason": ..., "moves": n, ...}    a summary, not replayed
 
 Bits of `start` are in block index order. `step` is the number of the forward step that is the
 first to see the change, so that a replay that applies the same events before the same steps runs
@@ -26,6 +27,7 @@ from pw.blocks import BlockKey, Module
 from pw.errors import ConfigError
 
 FORMAT = "pw-trace-1"
+_TRANSITIONS = ("reduce", "begin_raise", "commit_raise", "cancel_raise")
 
 
 class TraceWriter:
@@ -83,7 +85,7 @@ def read_replay(path: Path) -> Replay:
                 record = json.loads(line)
                 if record["event"] == "start":
                     start = record
-                elif record["event"] != "request":
+                elif record["event"] in _TRANSITIONS:
                     transitions[int(record["step"])].append(_transition(record))
     except OSError as error:
         raise ConfigError(f"cannot read the trace `{path}`: {error.strerror}") from error

@@ -5,6 +5,7 @@ Everything is charged: what no line of this plan names may not be allocated in a
 
 from __future__ import annotations
 
+import bisect
 from dataclasses import dataclass
 
 import torch
@@ -76,21 +77,22 @@ def plan_memory(budget: int, demand: Demand) -> MemoryPlan:
     fixed = demand.dense + demand.experts_dense + demand.workspace
     weight_table = _weight_table_bytes(demand.geometry, layouts) if paged else 0
 
-    length = demand.max_model_len
-    useful = most + demand.max_num_seqs * _kv_pages(demand, page, length)
-    num_pages = min(useful, max(0, budget - fixed - weight_table) // page)
-    length = min(length, _tokens_that_fit(demand, page, num_pages - least))
-    tables = weight_table + _kv_table_bytes(demand, page, length)
-    num_pages = min(useful, max(0, budget - fixed - tables) // page)
-    length = min(length, _tokens_that_fit(demand, page, num_pages - least))
-    if length < 2:
-        needed = fixed + tables + (least + _kv_pages(demand, page, 2)) * page
+    def needed(length: int) -> int:
+        """Bytes with which a sequence of this length fits alone at the least widths."""
+        pages = least + _kv_pages(demand, page, length)
+        return fixed + weight_table + _kv_table_bytes(demand, page, length) + pages * page
+
+    if needed(2) > budget:
         raise BudgetError(
-            f"memory budget of {budget:,} bytes is too small: {needed:,} bytes are the least "
+            f"memory budget of {budget:,} bytes is too small: {needed(2):,} bytes are the least "
             f"(dense {demand.dense + demand.experts_dense:,}, workspace {demand.workspace:,}, "
-            f"tables {tables:,}, experts at {demand.min_bits} bits {least * page:,})",
+            f"experts at {demand.min_bits} bits {least * page:,}, tables and KV the rest)",
             "raise --memory-budget, or lower --max-num-batched-tokens and --max-num-seqs",
         )
+    length = 2 + bisect.bisect_right(range(3, demand.max_model_len + 1), budget, key=needed)
+    tables = weight_table + _kv_table_bytes(demand, page, length)
+    useful = most + demand.max_num_seqs * _kv_pages(demand, page, length)
+    num_pages = min(useful, (budget - fixed - tables) // page)
     return MemoryPlan(
         budget=budget,
         dense=demand.dense,
@@ -149,24 +151,9 @@ def block_layouts(demand: Demand) -> tuple[BlockLayout, BlockLayout]:
     return gate_up, down
 
 
-def _kv_groups(demand: Demand, page: int) -> list[int]:
-    return [page // token_bytes(layer, demand.kv_dtype) for layer in demand.kv.stored]
-
-
 def _kv_pages(demand: Demand, page: int, tokens: int) -> int:
-    return sum(-(-tokens // per_page) for per_page in _kv_groups(demand, page))
-
-
-def _tokens_that_fit(demand: Demand, page: int, pages: int) -> int:
-    """Longest sequence whose KV fits in so many pages."""
-    low, high = 0, max(0, pages) * max(_kv_groups(demand, page), default=0)
-    while low < high:
-        middle = (low + high + 1) // 2
-        if _kv_pages(demand, page, middle) <= pages:
-            low = middle
-        else:
-            high = middle - 1
-    return low
+    per_page = [page // token_bytes(layer, demand.kv_dtype) for layer in demand.kv.stored]
+    return sum(-(-tokens // count) for count in per_page)
 
 
 def _kv_table_bytes(demand: Demand, page: int, tokens: int) -> int:

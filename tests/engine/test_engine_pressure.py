@@ -1,0 +1,210 @@
+"""Memory pressure: planes are given up and come back, requests finish, no page is lost."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.engines import open_engine, random_prompt, tight_budget
+
+from pw.engine import Engine
+from pw.engine.request import EngineStatus, SamplingParams
+from pw.errors import BudgetError, ConfigError, RequestError
+
+GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+
+
+def run(engine: Engine, prompts: list[list[int]], params: SamplingParams) -> Iterator[EngineStatus]:
+    """Step until all are done; integrity and status after every step."""
+    for number, prompt in enumerate(prompts):
+        engine.add_request(f"r{number}", prompt, params)
+    while engine.has_work():
+        for output in engine.step():
+            assert output.error is None, output.error
+        engine.check_integrity()
+        status = engine.status()
+        assert status.bytes_over_budget == 0
+        yield status
+
+
+def settle(engine: Engine) -> None:
+    """Idle until nothing has changed for as long as a dwell may last."""
+    quiet = 0
+    while quiet < 40:
+        quiet = 0 if engine.idle_turn() else quiet + 1
+    engine.check_integrity()
+
+
+def test_planes_are_given_up_for_kv_and_come_back(qwen: tuple[Any, Path]) -> None:
+    _, artifact = qwen
+    budget = tight_budget(artifact, kv_tokens=80)
+    engine = open_engine(artifact, memory_budget=budget, planner_low_watermark=0.01)
+    settle(engine)
+    assert engine.status().mean_bits == 6
+    prompts = [random_prompt(150, seed) for seed in range(7)]
+    lowest = min(status.mean_bits for status in run(engine, prompts, GREEDY))
+    assert 2 <= lowest < 5
+    assert engine.status().finished == 7
+    settle(engine)
+    assert engine.status().mean_bits == 6
+    assert engine.status().pages_kv == 0
+
+
+def test_hundred_squeeze_cycles_end_bit_exact(qwen: tuple[Any, Path]) -> None:
+    _, artifact = qwen
+    budget = tight_budget(artifact, kv_tokens=60)
+    engine = open_engine(artifact, memory_budget=budget, planner_low_watermark=0.01)
+    settle(engine)
+    probe = [random_prompt(20, 99)]
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, prompt_logprobs=True)
+    before = engine.generate(probe, params)
+    settle(engine)
+    free = engine.status().pages_free
+    squeeze = SamplingParams(temperature=0, max_tokens=1)
+    for cycle in range(100):
+        engine.generate([random_prompt(40, cycle * 3 + i) for i in range(3)], squeeze)
+        settle(engine)
+        assert engine.status().mean_bits == 6
+        assert engine.status().pages_free == free
+    assert engine.status().transitions > 200
+    assert engine.generate(probe, params) == before
+
+
+def test_sixteen_long_requests_over_a_cache_that_holds_one_and_a_half(
+    qwen: tuple[Any, Path],
+) -> None:
+    _, artifact = qwen
+    length, new = 20, 70
+    kv_tokens = (length + new) * 3 // 2
+    roomy = open_engine(artifact, "static:4")
+    params = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True)
+    prompts = [random_prompt(length, seed) for seed in range(16)]
+    expected = [roomy.generate([prompt], params)[0].token_ids for prompt in prompts]
+
+    budget = tight_budget(artifact, kv_tokens, "static:4")
+    engine = open_engine(artifact, "static:4", memory_budget=budget)
+    completions = engine.generate(prompts, params)
+    assert engine.status().preemptions > 0
+    assert [c.finish_reason for c in completions] == ["length"] * 16
+    # Preempted equals not preempted (greedy, fixed widths).
+    assert [c.token_ids for c in completions] == expected
+    engine.check_integrity()
+
+
+def test_sixteen_long_requests_finish_under_adaptive_precision_too(
+    qwen: tuple[Any, Path],
+) -> None:
+    _, artifact = qwen
+    least = open_engine(artifact, "static:2")
+    page = least.status().page_bytes
+    needed = least.status().bytes.total - least.status().bytes.free
+    engine = open_engine(artifact, memory_budget=needed + page * 3 * 60)
+    prompts = [random_prompt(40, seed) for seed in range(16)]
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    for _ in run(engine, prompts, params):
+        pass
+    assert engine.status().finished == 16
+    assert engine.status().failed == 0
+
+
+def test_request_that_could_never_fit_is_refused_at_once(qwen: tuple[Any, Path]) -> None:
+    _, artifact = qwen
+    engine = open_engine(artifact, "static:6", memory_budget=tight_budget(artifact, 60, "static:6"))
+    limit = engine.max_model_len
+    assert 30 <= limit < 256
+    with pytest.raises(
+        RequestError, match=rf"{limit} tokens .*but {limit + 1} are asked"
+    ) as refused:
+        engine.add_request("a", random_prompt(limit - 3, 0), SamplingParams(max_tokens=4))
+    assert refused.value.code == "context_length_exceeded"
+    engine.generate([random_prompt(limit - 4, 0)], SamplingParams(max_tokens=4, temperature=0))
+    adaptive = open_engine(artifact, memory_budget=tight_budget(artifact, 60))
+    assert adaptive.max_model_len > limit
+
+
+def test_bad_requests_leave_the_engine_alive(qwen: tuple[Any, Path]) -> None:
+    _, artifact = qwen
+    engine = open_engine(artifact, "static:3", max_num_queued_reqs=2)
+    with pytest.raises(RequestError, match="the prompt is empty"):
+        engine.add_request("a", [], GREEDY)
+    for token in (-1, 260, 2**31, 2**63):
+        with pytest.raises(RequestError, match=f"outside the vocabulary of 260: {token}"):
+            engine.add_request("a", [5, token], GREEDY)
+    engine.add_request("a", [5], GREEDY)
+    engine.add_request("b", [5], GREEDY)
+    with pytest.raises(RequestError, match="queue is full") as refused:
+        engine.add_request("c", [5], GREEDY)
+    assert refused.value.status == 503
+    assert engine.abort("a") is not None
+    assert engine.abort("nobody") is None
+    while engine.has_work():
+        engine.step()
+    assert engine.status().finished == 1
+    assert engine.status().pages_kv == 0
+
+
+def test_budget_too_small_says_what_is_needed(qwen: tuple[Any, Path]) -> None:
+    _, artifact = qwen
+    with pytest.raises(BudgetError, match=r"budget of 100,000 bytes .* are the least") as error:
+        open_engine(artifact, memory_budget=100_000)
+    needed = int(error.value.message.split("too small: ")[1].split(" bytes")[0].replace(",", ""))
+    engine = open_engine(artifact, memory_budget=needed)
+    assert engine.max_model_len >= 2
+    with pytest.raises(BudgetError):
+        open_engine(artifact, memory_budget=needed - engine.status().page_bytes)
+
+
+def test_replaying_a_trace_gives_the_same_tokens(qwen: tuple[Any, Path], tmp_path: Path) -> None:
+    _, artifact = qwen
+    budget = tight_budget(artifact, kv_tokens=80)
+    prompts = [random_prompt(50 + 5 * seed, seed) for seed in range(6)]
+    params = [SamplingParams(temperature=0.8, seed=s, max_tokens=5 + 20 * s) for s in range(6)]
+    trace = tmp_path / "trace.jsonl"
+    dials = {"planner_low_watermark": 0.01, "planner_high_watermark": 0.03}
+    recorded = open_engine(artifact, memory_budget=budget, trace=trace, **dials)
+    first = recorded.generate(prompts, params)
+    recorded.close()
+    events = [json.loads(line) for line in trace.read_text().splitlines()]
+    assert all(event["reason"] for event in events if "layer" in event)
+    counts = {e: sum(event["event"] == e for event in events) for e in ("reduce", "commit_raise")}
+    assert counts["reduce"] > 10
+    assert counts["commit_raise"] > 0
+
+    copy = tmp_path / "copy.jsonl"
+    replayed = open_engine(artifact, f"replay:{trace}", memory_budget=budget, trace=copy, **dials)
+    assert replayed.generate(prompts, params) == first
+    replayed.close()
+    changes = [
+        {k: v for k, v in event.items() if k != "damage"} for event in events if "layer" in event
+    ]
+    again = [json.loads(line) for line in copy.read_text().splitlines()]
+    assert [
+        {k: v for k, v in event.items() if k != "damage"} for event in again if "layer" in event
+    ] == changes[: sum("layer" in event for event in again)]
+    assert recorded.status().preemptions == replayed.status().preemptions
+
+
+def test_replay_refuses_the_trace_of_another_artifact(
+    qwen: tuple[Any, Path], tmp_path: Path
+) -> None:
+    _, artifact = qwen
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text('{"event": "start", "format": "pw-trace-1", "artifact": "ab", "bits": []}\n')
+    with pytest.raises(ConfigError, match="recorded with another artifact: ab"):
+        open_engine(artifact, f"replay:{trace}")
+    trace.write_text("no json\n")
+    with pytest.raises(ConfigError, match="not a precision trace"):
+        open_engine(artifact, f"replay:{trace}")
+
+
+def test_greedy_planner_and_exact_residual_serve_too(qwen: tuple[Any, Path]) -> None:
+    _, artifact = qwen
+    budget = tight_budget(artifact, kv_tokens=80)
+    for planner in ({"planner_planner": "greedy"}, {"planner_residual": "exact"}):
+        engine = open_engine(artifact, memory_budget=budget, **planner)
+        prompts = [random_prompt(60, seed) for seed in range(4)]
+        assert min(status.mean_bits for status in run(engine, prompts, GREEDY)) < 6
+        assert engine.status().finished == 4

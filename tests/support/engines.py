@@ -1,0 +1,90 @@
+"""Small artifacts and engines for tests: random checkpoints with a byte tokenizer, quantized."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from pw.config import (
+    CalibrationConfig,
+    EngineConfig,
+    PlannerConfig,
+    PrecisionPolicy,
+    QuantizeConfig,
+)
+from pw.engine import Engine
+from pw.models.testing import make_checkpoint
+from pw_pipelines import quantize, sensitivity
+from pw_pipelines.progress import Progress, Style
+
+VOCABULARY = 260  # three specials, 256 bytes, one spare
+QUIET = Progress(Style.QUIET)
+SAMPLES = CalibrationConfig(nsamples=4, seqlen=48)
+
+
+def write_tokenizer(folder: Path) -> None:
+    """A byte-level tokenizer without merges: ids 0..2 special, then bytes."""
+    specials = ["<pad>", "<s>", "</s>"]
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: i for i, token in enumerate(specials + alphabet)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>"
+    )
+    fast.save_pretrained(folder)
+
+
+def make_artifact(kind: str, folder: Path, **overrides: Any) -> tuple[Any, Path]:
+    """A random model of a kind and its quantized artifact, sensitivities measured."""
+    checkpoint = folder / "checkpoint"
+    if kind == "gemma4_shared":
+        overrides["vocab_size_per_layer_input"] = VOCABULARY
+    model = make_checkpoint(kind, checkpoint, vocab_size=VOCABULARY, **overrides)
+    write_tokenizer(checkpoint)
+    artifact = folder / "model.pw"
+    quantize.run(str(checkpoint), artifact, QuantizeConfig(max_bits=6, calibration=SAMPLES), QUIET)
+    sensitivity.run(artifact, SAMPLES, QUIET)
+    return model.float().eval(), artifact
+
+
+def open_engine(artifact: Path, policy: str = "adaptive", **settings: Any) -> Engine:
+    """An engine on the CPU with small limits; planner settings are given as `planner_...`."""
+    planner = {"residual": "off", "dwell_steps": 2}
+    for name in [name for name in settings if name.startswith("planner_")]:
+        planner[name.removeprefix("planner_")] = settings.pop(name)
+    defaults: dict[str, Any] = {
+        "memory_budget": 64 << 20,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 32,
+        "device": "cpu",
+    }
+    return Engine.from_artifact(
+        artifact,
+        EngineConfig(
+            policy=PrecisionPolicy.parse(policy),
+            planner=PlannerConfig(**planner),
+            **(defaults | settings),
+        ),
+    )
+
+
+def random_prompt(length: int, seed: int) -> list[int]:
+    """Token ids of random bytes."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, VOCABULARY - 1, (length,), generator=generator).tolist()
+
+
+def tight_budget(artifact: Path, kv_tokens: int, policy: str = "adaptive", **settings: Any) -> int:
+    """A budget whose arena holds all planes at the widest width and so many tokens of KV less."""
+    roomy = open_engine(artifact, policy, **settings)
+    status = roomy.status()
+    page = status.page_bytes
+    pages = roomy._parts.kv.pages_for_tokens(kv_tokens)
+    fixed = status.bytes.total - status.bytes.free - status.bytes.kv
+    return fixed + pages * page
