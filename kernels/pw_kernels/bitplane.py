@@ -43,6 +43,11 @@ def padded_rows(rows: int) -> int:
     return _tiles(rows, TILE_ROWS) * TILE_ROWS
 
 
+def padded_cols(cols: int) -> int:
+    """Columns rounded up to whole tiles."""
+    return _tiles(cols, TILE_COLS) * TILE_COLS
+
+
 def tile_count(rows: int, cols: int) -> int:
     """Number of tiles of one plane of a block."""
     return _tiles(rows, TILE_ROWS) * _tiles(cols, TILE_COLS)

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pw_kernels import simd, threads
-from pw_kernels.bitplane import MAX_BITS, TILE_BYTES, TILE_COLS, TILE_ROWS, padded_rows
+from pw_kernels.bitplane import MAX_BITS, TILE_BYTES, TILE_COLS, TILE_ROWS, padded_cols, padded_rows
 from pw_kernels.pages import WeightPages
 
 KINDS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
@@ -279,8 +279,16 @@ def _shares(ids: Longs, experts: int, weights: int) -> list[tuple[int, int]]:
     return threads.split(costs)
 
 
-def _padded_columns(columns: int) -> int:
-    return -(-columns // TILE_COLS) * TILE_COLS
+def _padded(x: Tensor, columns: int) -> Floats:
+    """Rows of `x` as contiguous float32, with zero columns appended up to `columns`."""
+    rows = x.float().contiguous().numpy()
+    if rows.shape[1] != columns:
+        rows = np.pad(rows, ((0, 0), (0, columns - rows.shape[1])))
+    return rows
+
+
+def _bias(bias: Tensor | None) -> Floats:
+    return _NO_BIAS if bias is None else bias.float().contiguous().numpy()
 
 
 def fused_moe(
@@ -297,32 +305,30 @@ def fused_moe(
     down_bias: Tensor | None = None,
 ) -> Tensor:
     """As `reference.fused_moe`, for gated experts with a named activation, on CPU tensors."""
-    pitch, hidden_pitch = _padded_columns(gate_up.cols), _padded_columns(down.cols)
+    pitch, hidden_pitch = padded_cols(gate_up.cols), padded_cols(down.cols)
     before_rows, out_rows = padded_rows(gate_up.rows), padded_rows(down.rows)
-    inputs, weights = x.float().contiguous().numpy(), topk_weights.float().contiguous().numpy()
-    if pitch != gate_up.cols:
-        inputs = np.pad(inputs, ((0, 0), (0, pitch - gate_up.cols)))
-    ids = topk_ids.contiguous().numpy()
+    inputs, ids = _padded(x, pitch), topk_ids.contiguous().numpy()
+    weights = topk_weights.float().contiguous().numpy()
     shared = (
         arena.numpy(),
         gate_up.arrays,
         down.arrays,
         down.cols,
-        _NO_BIAS if gate_up_bias is None else gate_up_bias.float().contiguous().numpy(),
-        _NO_BIAS if down_bias is None else down_bias.float().contiguous().numpy(),
+        _bias(gate_up_bias),
+        _bias(down_bias),
         lut_dtype == torch.float16,
         KINDS[activation],
     )
     tokens, top_k = ids.shape
-    slot_floats = before_rows + hidden_pitch + out_rows
-    turn = min(tokens, max(1, WORKSPACE_BYTES // (4 * slot_floats * top_k)))
+    slot_bytes = 4 * (before_rows + hidden_pitch + out_rows)
+    turn = max(1, min(tokens, WORKSPACE_BYTES // (slot_bytes * top_k)))
     slots = turn * top_k
     before = np.empty((slots, before_rows), np.float32)
     hidden = np.empty((slots, hidden_pitch), np.float32)
     results = np.empty((slots, out_rows), np.float32)
     out = np.empty((tokens, down.rows), np.float32)
 
-    def run_range(first: int, last: int, part: slice) -> None:
+    def run(first: int, last: int, part: slice) -> None:
         longs = np.empty(gate_up.experts + 2 + 2 * slots, np.int64)
         rows = np.empty(4 * (_TABLE + max(pitch, hidden_pitch)), np.float32)
         _experts(
@@ -330,9 +336,9 @@ def fused_moe(
         )
 
     block_weights = gate_up.rows * gate_up.cols + down.rows * down.cols
-    for start in range(0, tokens, max(turn, 1)):
+    for start in range(0, tokens, turn):
         part = slice(start, start + turn)
         shares = _shares(ids[part], gate_up.experts, block_weights)
-        threads.run([partial(run_range, first, last, part) for first, last in shares])
+        threads.run([partial(run, first, last, part) for first, last in shares])
         _combine(ids[part], gate_up.experts, weights[part], results, out[part])
     return torch.from_numpy(out).to(x.dtype)

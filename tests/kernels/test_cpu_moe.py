@@ -4,9 +4,11 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from pw_kernels import pages, reference, testing
 
@@ -35,8 +37,14 @@ class Layer:
         self.ids = torch.stack(picks) if picks else torch.zeros(0, top_k, dtype=torch.int64)
         self.weights = torch.rand(tokens, top_k)
 
-    def run(self, module=cpu_moe, rows=slice(None), activation="silu", **kwargs):
-        return module.fused_moe(
+    def run(
+        self,
+        module: Any = cpu_moe,
+        rows: slice = slice(None),
+        activation: str = "silu",
+        **more: Any,
+    ) -> Tensor:
+        return module.fused_moe(  # type: ignore[no-any-return]
             self.x[rows],
             self.ids[rows],
             self.weights[rows],
@@ -45,11 +53,11 @@ class Layer:
             self.down,
             lut_dtype=self.dtype,
             activation=activation,
-            **kwargs,
+            **more,
         )
 
-    def check(self, **kwargs) -> None:
-        want, got = self.run(reference, **kwargs), self.run(**kwargs)
+    def check(self, **more: Any) -> None:
+        want, got = self.run(reference, **more), self.run(**more)
         assert got.dtype == want.dtype
         assert (got - want).norm() <= TOLERANCE * want.norm()
         assert want.norm() > 0
@@ -93,7 +101,7 @@ def test_committed_bits_are_read_at_the_call() -> None:
     gate_up = testing.store_blocks(arena, codes, luts, [4, 4])
     down = testing.random_blocks(arena, 128, 32, [4, 4])
     args = (torch.randn(3, 128), torch.tensor([[0], [1], [0]]), torch.ones(3, 1), arena.data)
-    kwargs = {"lut_dtype": torch.bfloat16, "activation": "silu"}
+    kwargs: dict[str, Any] = {"lut_dtype": torch.bfloat16, "activation": "silu"}
     before = cpu_moe.fused_moe(*args, gate_up, down, **kwargs)
     gate_up.bits[0] = 2
     gate_up.lut_offset[0] = 0  # the 2-bit table opens the region
