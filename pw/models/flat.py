@@ -3,9 +3,8 @@
 transformers spends most of a small decode step in Python. For the model types below, whose layers
 are `x += attention(norm(x)); x += mlp(norm(x))`, this module runs the same weights in one loop:
 projections that read the same input are one matrix product, residual sums ride on the product that
-feeds them, norms are one call, masks and caches are not asked for. It is used only after it
-gave the general path's result on a probe, layer by layer's worth of weights included; every other
-model keeps the general path.
+feeds them, norms take fewer calls, masks and caches are not asked for. It is used only after it
+gave the general path's result on a probe; every other model keeps the general path.
 
 Axes: T tokens, H hidden, Hq query heads, Hkv key heads, D head size, I inner, E experts.
 """
@@ -57,14 +56,20 @@ class FlatDecoder:
 
 
 class _Norm:
-    """RMS norm in one call."""
+    """RMS norm: one call on a GPU, five small ones on a CPU, where torch's own takes ten."""
 
     def __init__(self, module: Any) -> None:
-        self._weight: Tensor = module.weight
-        self._shape = tuple(module.weight.shape)
-        self._epsilon = float(module.variance_epsilon)
+        weight: Tensor = module.weight
+        size, self._epsilon = weight.shape[0], float(module.variance_epsilon)
+        self._weight, self._shape = weight, (size,)
+        self._split = weight.device.type == "cpu" and weight.dtype == torch.float32
+        if self._split:
+            self._offset = weight.new_full((1, 1), self._epsilon)
+            self._mean = weight.new_full((size, 1), 1 / size)
 
     def __call__(self, x: Tensor) -> Tensor:
+        if self._split:
+            return x * torch.addmm(self._offset, x * x, self._mean).rsqrt_() * self._weight
         return rms_norm(x, self._shape, self._weight, self._epsilon)
 
 
