@@ -113,13 +113,7 @@ def print_error(error: PwError) -> None:
 
 
 def print_json(value: Any) -> None:
-    """Print a result on stdout as JSON; dataclasses and paths are taken as they are."""
+    """Print a result on stdout as JSON; dataclasses, arrays and paths are taken as they are."""
+    from pw.store.manifest import plain
 
-    def plain(item: Any) -> Any:
-        return (
-            dataclasses.asdict(item)
-            if dataclasses.is_dataclass(item) and not isinstance(item, type)
-            else str(item)
-        )
-
-    print(json.dumps(value, default=plain, indent=2))
+    print(json.dumps(plain(value), indent=2, allow_nan=False))

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from support.cli import run
 
 from pw import __version__
 from pw.cli import app
@@ -14,11 +15,11 @@ COMMANDS = [
 ]
 
 
-def test_version(run):
+def test_version() -> None:
     assert run("--version") == (0, f"pw {__version__}\n", "")
 
 
-def test_no_command_shows_the_help_in_the_order_of_the_work(run):
+def test_no_command_shows_the_help_in_the_order_of_the_work() -> None:
     done = run()
     assert done.code == 0
     lines = [line.strip("│ ").split(" ")[0] for line in done.out.splitlines()]
@@ -28,7 +29,7 @@ def test_no_command_shows_the_help_in_the_order_of_the_work(run):
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_has_help_and_the_common_flags(run, command):
+def test_every_command_has_help_and_the_common_flags(command: str) -> None:
     done = run(command, "-h")
     assert done.code == 0
     for flag in ("--quiet", "--verbose", "--json"):
@@ -71,7 +72,9 @@ def test_every_command_has_help_and_the_common_flags(run, command):
         ("quantize tiny --min-bits 5", 2, "min_bits must be 2 or 3: 5", ""),
     ],
 )
-def test_wrong_usage_is_one_line_and_a_hint(run, arguments, code, error, hint):
+def test_wrong_usage_is_one_line_and_a_hint(
+    arguments: str, code: int, error: str, hint: str
+) -> None:
     done = run(*arguments.split())
     assert done.code == code
     first, *rest = done.err.splitlines()
@@ -84,7 +87,7 @@ def test_wrong_usage_is_one_line_and_a_hint(run, arguments, code, error, hint):
 
 
 @pytest.mark.parametrize("command", ["serve", "generate", "eval", "inspect", "fit-residuals"])
-def test_what_is_no_artifact_is_refused_with_the_line_to_run(run, command, tmp_path):
+def test_what_is_no_artifact_is_refused_with_the_line_to_run(command: str, tmp_path: Path) -> None:
     checkpoint = tmp_path / "Mixtral-8x7B-v0.1"
     checkpoint.mkdir()
     (checkpoint / "config.json").write_text("{}")
@@ -113,7 +116,7 @@ def test_what_is_no_artifact_is_refused_with_the_line_to_run(run, command, tmp_p
     assert "resume it" in done.err
 
 
-def test_a_taken_port_is_found_before_the_model_is_loaded(run):
+def test_a_taken_port_is_found_before_the_model_is_loaded() -> None:
     import socket
 
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -124,7 +127,7 @@ def test_a_taken_port_is_found_before_the_model_is_loaded(run):
     assert "--port" in done.err.splitlines()[1]
 
 
-def test_verbose_shows_the_traceback_and_the_same_last_lines(run):
+def test_verbose_shows_the_traceback_and_the_same_last_lines() -> None:
     quiet = run("inspect", "missing.pw")
     verbose = run("inspect", "missing.pw", "-v")
     assert "Traceback" not in quiet.err
@@ -133,7 +136,9 @@ def test_verbose_shows_the_traceback_and_the_same_last_lines(run):
     assert verbose.code == quiet.code == 3
 
 
-def test_flags_are_environment_variables_and_the_command_line_wins(run, monkeypatch):
+def test_flags_are_environment_variables_and_the_command_line_wins(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("PW_MAX_MODEL_LEN", "from-env")
     done = run("serve", "x.pw", "--port", "0")
     assert "`from-env`" in done.err
@@ -144,11 +149,11 @@ def test_flags_are_environment_variables_and_the_command_line_wins(run, monkeypa
 
 
 @pytest.mark.parametrize("flag", ["--max-model-len", "--max_model_len"])
-def test_both_spellings_are_accepted(run, flag):
+def test_both_spellings_are_accepted(flag: str) -> None:
     assert "must be tokens like `4096` or `16k`, or auto: `x`" in run("serve", "m", flag, "x").err
 
 
-def test_ctrl_c_is_130(run, monkeypatch):
+def test_ctrl_c_is_130(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*_: object, **__: object) -> Path:
         raise KeyboardInterrupt
 
@@ -158,7 +163,7 @@ def test_ctrl_c_is_130(run, monkeypatch):
     assert done.err == "interrupted\n"
 
 
-def test_what_the_system_refuses_is_one_line(run, tmp_path):
+def test_what_the_system_refuses_is_one_line(tmp_path: Path) -> None:
     done = run("eval", "x.pw", "--baseline", str(tmp_path / "none.json"))
     assert done.code == 1
     assert done.err.startswith(f"error: no such file or directory: `{tmp_path / 'none.json'}`")
@@ -168,7 +173,7 @@ def test_what_the_system_refuses_is_one_line(run, tmp_path):
     assert "not a result of `pw eval --json`" in done.err
 
 
-def test_our_bugs_keep_their_traceback(monkeypatch):
+def test_our_bugs_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object, **__: object) -> Path:
         raise ZeroDivisionError
 
@@ -177,7 +182,7 @@ def test_our_bugs_keep_their_traceback(monkeypatch):
         app(["inspect", "x.pw"], standalone_mode=False)
 
 
-def test_flags_reach_the_settings():
+def test_flags_reach_the_settings() -> None:
     config = Runtime(
         memory_budget="24MiB",
         precision_policy="static:4",
@@ -194,7 +199,7 @@ def test_flags_reach_the_settings():
     assert config.planner.transfer_budget_bytes == 2**20
 
 
-def test_defaults_of_the_flags_are_those_of_the_settings():
+def test_defaults_of_the_flags_are_those_of_the_settings() -> None:
     from pw.cli.options import Calibration, Widths
     from pw.config import CalibrationConfig, EngineConfig, QuantizeConfig
 

@@ -1,0 +1,218 @@
+"""From a checkpoint to answers, through the command line alone."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import httpx
+import pytest
+from support.cli import Outcome, run
+from support.offline import random_checkpoint, write_text
+
+from pw import __version__
+from pw.blocks import BlockKey
+from pw.cli.options import Calibration
+from pw.store import Artifact
+
+ROOT = Path(__file__).parents[2]
+TEXT_FLAGS = ("--nsamples", "40", "--seqlen", "16")
+SMALL = ("--memory-budget", "64MiB", "--max-num-batched-tokens", "32")
+
+
+class Made(NamedTuple):
+    checkpoint: Path
+    artifact: Path
+    text: Path
+    calibrated: Outcome
+
+
+@pytest.fixture(scope="session")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
+    """A random checkpoint, calibrated and with residual heads."""
+    folder = tmp_path_factory.mktemp("flow")
+    random_checkpoint(folder / "checkpoint", num_hidden_layers=1)
+    text = write_text(folder / "text.txt", 8000)
+    artifact = folder / "model.pw"
+    flags = ("--dataset", str(text), *TEXT_FLAGS, "--max-bits", "4")
+    calibrated = run("calibrate", str(folder / "checkpoint"), "-o", str(artifact), *flags)
+    assert calibrated.code == 0, calibrated.err
+    fitted = run("fit-residuals", str(artifact), "-q")
+    assert (fitted.code, fitted.err) == (0, "")
+    return Made(folder / "checkpoint", artifact, text, calibrated)
+
+
+def test_calibrate_says_what_it_made_and_what_comes_next(made: Made) -> None:
+    assert f"{made.artifact}: 12 blocks at 2 to 4 bits" in made.calibrated.out
+    assert f"pw serve {made.artifact}" in made.calibrated.out
+    for stage in ("quantize: 12 blocks in", "sensitivity: 40 samples in", "trace: 40 prompts in"):
+        assert stage in made.calibrated.err
+    assert "rank correlation" in made.calibrated.err
+
+
+@pytest.mark.parametrize("stage", ["quantize", "sensitivity", "trace"])
+def test_a_stage_alone_finds_its_work_done_and_refuses_other_settings(
+    made: Made, stage: str
+) -> None:
+    before = (made.artifact / "manifest.json").read_bytes()
+    target = str(made.checkpoint if stage == "quantize" else made.artifact)
+    output = ("-o", str(made.artifact), "--max-bits", "4") if stage == "quantize" else ()
+    text = ("--dataset", str(made.text), *TEXT_FLAGS)
+    again = run(stage, target, *output, *text, "--json")
+    assert again.code == 0, again.err
+    assert json.loads(again.out)["tokens"] == 40 * 16
+    assert (made.artifact / "manifest.json").read_bytes() == before
+
+    refused = run(stage, target, *output, *text, "--seed", "1")
+    assert refused.code == 3
+    assert "seed" in refused.err
+    assert "--overwrite" in refused.err
+    assert (made.artifact / "manifest.json").read_bytes() == before
+
+
+def test_inspect_shows_sizes_and_stages(made: Made) -> None:
+    shown = run("inspect", str(made.artifact))
+    assert shown.code == 0
+    for line in ("planes", "LUTs", "Qwen2Moe", "moments, quantize, residuals, routing"):
+        assert line.lower() in shown.out.lower(), line
+    described = json.loads(run("inspect", str(made.artifact), "--verify", "--json").out)
+    assert described["findings"] == []
+    on_disk = sum(f.stat().st_size for f in made.artifact.rglob("*") if f.is_file())
+    assert described["bytes"]["total"] == on_disk
+
+
+def test_inspect_verify_names_the_block_and_plane_of_a_flipped_bit(
+    made: Made, tmp_path: Path
+) -> None:
+    damaged = tmp_path / "damaged.pw"
+    subprocess.run(["cp", "-r", str(made.artifact), str(damaged)], check=True)
+    artifact = Artifact.open(damaged)
+    shard = next(f for f in damaged.glob("planes.zarr/**/c/*/**/*") if f.is_file())
+    data = bytearray(shard.read_bytes())
+    data[0] ^= 1
+    shard.write_bytes(data)
+
+    done = run("inspect", str(damaged), "--verify")
+    assert done.code == 3
+    keys = [str(key) for key in artifact.geometry.keys()]
+    assert any(f"{key} plane 0 checksum differs" in done.out for key in keys)
+    assert str(shard.relative_to(damaged)) in done.out
+    assert done.err.startswith("error: artifact is damaged: 1 finding: ")
+    assert str(BlockKey(0, 0, "gate_up")) in keys
+
+
+def test_generate_prints_the_text_and_json_the_rest(made: Made) -> None:
+    flags = (*SMALL, "--max-tokens", "5", "--ignore-eos")
+    told = run("generate", str(made.artifact), "a page", *flags, "--precision-policy", "static:4")
+    assert told.code == 0, told.err
+    result = json.loads(
+        run(
+            "generate", str(made.artifact), "a page", *flags, "--precision-policy", "static:4",
+            "--json",
+        ).out
+    )  # fmt: skip
+    assert told.out == result["text"] + "\n"
+    assert (result["completion_tokens"], result["finish_reason"]) == (5, "length")
+    assert result["mean_bits"] == 4.0
+    assert result["bytes"]["budget"] == 64 << 20
+
+
+def test_a_budget_that_cannot_work_is_exit_code_4_with_the_least_that_can(made: Made) -> None:
+    done = run("generate", str(made.artifact), "x", "--memory-budget", "100kB")
+    assert done.code == 4
+    assert "100,000 bytes is too small" in done.err
+    assert "hint: raise --memory-budget" in done.err
+
+
+def test_eval_reports_perplexity_bytes_and_a_paired_difference(made: Made, tmp_path: Path) -> None:
+    flags = (str(made.artifact), *SMALL, "--text", str(made.text), "--seqlen", "48")
+    flags = (*flags, "--max-chunks", "6")
+    wide = run("eval", *flags, "--precision-policy", "static:4", "--json")
+    assert wide.code == 0, wide.err
+    (tmp_path / "wide.json").write_text(wide.out)
+    result = json.loads(wide.out)
+    assert len(result["chunk_nll"]) == 6
+    assert result["tokens"] == 6 * 47
+    assert result["policy"] == "static:4"
+    assert result["bytes_over_budget"] == 0
+    parts = ("planes", "luts", "experts_dense", "dense", "kv", "free", "tables", "workspace")
+    assert result["bytes"]["total"] == sum(result["bytes"][name] for name in parts)
+    assert result["bytes"]["total"] <= result["bytes"]["budget"]
+
+    baseline = ("--baseline", str(tmp_path / "wide.json"))
+    narrow = run("eval", *flags, "--precision-policy", "static:2", *baseline)
+    assert narrow.code == 0, narrow.err
+    assert "mean 2.00 bits" in narrow.out
+    assert "against the baseline" in narrow.out
+    same = run("eval", *flags, "--precision-policy", "static:4", *baseline, "--json")
+    assert json.loads(same.out)["nll_difference"]["mean"] == 0
+
+    fewer = run("eval", *flags[:-1], "5", "--precision-policy", "static:2", *baseline)
+    assert fewer.code == 2
+    assert "needs the same chunks: 5 against 6" in fewer.err
+
+
+def test_serve_answers_and_drains(made: Made) -> None:
+    paths = os.pathsep.join(str(ROOT / folder) for folder in ("", "kernels", "pipelines"))
+    command = (sys.executable, "-m", "pw", "serve", str(made.artifact), *SMALL, "--port", "0")
+    with subprocess.Popen(
+        [*command, "--served-model-name", "house"],
+        env={**os.environ, "PYTHONPATH": paths, "PYTHONUNBUFFERED": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as server:
+        assert server.stdout is not None
+        try:
+            line = server.stdout.readline()
+            assert line.startswith("PagedWeight serves house on "), line
+            url = line.split()[-1]
+            body = {"model": "house", "prompt": "a page", "max_tokens": 3, "ignore_eos": True}
+            answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60).json()
+            assert answer["usage"]["completion_tokens"] == 3
+        finally:
+            server.send_signal(signal.SIGTERM)
+        _, errors = server.communicate(timeout=60)
+    assert server.returncode == 0, errors
+    assert "memory plan:" in errors
+    assert "Traceback" not in errors
+
+
+def test_dry_run_prints_the_memory_plan_only(made: Made) -> None:
+    done = run("serve", str(made.artifact), *SMALL, "--dry-run")
+    assert (done.code, done.out) == (0, "")
+    assert "of 67,108,864 bytes, policy adaptive" in done.err
+
+
+def test_tiny_is_calibrated_once_into_the_cache(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, made: Made
+) -> None:
+    """The name's own path, with a small checkpoint in place of the bundled one."""
+    monkeypatch.setenv("PW_HOME", str(tmp_path))
+    monkeypatch.setattr("pw.models.resolve.asset", lambda _name: made.checkpoint)
+    monkeypatch.setattr(
+        "pw.cli.locate.Calibration", lambda: Calibration(str(made.text), nsamples=40, seqlen=16)
+    )
+    first = run("inspect", "tiny", "--json")
+    assert first.code == 0, first.err
+    expected = tmp_path / f"tiny-{__version__}.pw"
+    assert first.err.startswith(f"calibrating the bundled model once, into {expected}")
+    assert json.loads(first.out)["path"] == str(expected)
+    assert {"quantize", "sensitivity", "routing", "residuals"} <= set(
+        json.loads(first.out)["stages"]
+    )
+    second = run("inspect", "tiny", "--json")
+    assert (second.out, second.err) == (first.out, "")
+
+
+def test_env_is_a_bug_report_without_values_of_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PW_API_KEY", "secret")
+    done = run("env")
+    assert done.code == 0
+    assert __version__ in done.out
+    assert "PW_API_KEY" in done.out
+    assert "secret" not in done.out
+    assert set(json.loads(run("env", "--json").out)) >= {"torch", "devices", "backends"}
