@@ -210,15 +210,18 @@ def _seed(data: _SortedRows, clusters: int) -> Tensor:
     scores = torch.stack([_score(data, bounds) for bounds in candidates])
     rows = torch.arange(data.values.shape[0], device=data.values.device)
     bounds = candidates[scores.argmax(0), rows]
-    for _ in range(_SEARCH_ROUNDS):
-        part = data.rows(rows)
-        before = bounds[rows]
-        moved = _polish(part, _polish(part, _relocate(part, before), 1), 2)
-        better = _score(part, moved) > _score(part, before)
-        rows = rows[better]
-        if not rows.numel():
-            break
-        bounds[rows] = moved[better]
+    for at_a_loss in (False, True):
+        rows = torch.arange(data.values.shape[0], device=data.values.device)
+        for _ in range(_SEARCH_ROUNDS):
+            part, before = data.rows(rows), bounds[rows]
+            moved = _relocate(part, before, at_a_loss=at_a_loss)
+            for _ in range(1 + at_a_loss):
+                moved = _polish(part, _polish(part, moved, 1), 2)
+            better = _score(part, moved) > _score(part, before)
+            rows = rows[better]
+            if not rows.numel():
+                break
+            bounds[rows] = moved[better]
     return bounds
 
 
@@ -227,10 +230,11 @@ def _score(data: _SortedRows, bounds: Tensor) -> Tensor:
     return _reduction(data, bounds[:, :-1], bounds[:, 1:]).sum(1)
 
 
-def _relocate(data: _SortedRows, bounds: Tensor) -> Tensor:
-    """Merge the two neighbours that lose least and split the interval that gains most, if it pays.
+def _relocate(data: _SortedRows, bounds: Tensor, *, at_a_loss: bool) -> Tensor:
+    """Merge the two neighbours that lose least and split the interval that gains most.
 
-    Takes a row out of a local optimum that moving single bounds cannot leave.
+    Takes a row out of a local optimum that moving single bounds cannot leave. Does so only where it
+    pays at once, unless `at_a_loss`: moving bounds afterwards may win more than was lost.
     """
     split = _best_splits(data, bounds, _codes_of(bounds, data.values.shape[1]))
     start, end = bounds[:, :-1], bounds[:, 1:]
@@ -245,7 +249,8 @@ def _relocate(data: _SortedRows, bounds: Tensor) -> Tensor:
     cut, merged = best.indices // (clusters - 1), best.indices % (clusters - 1)
     moved = bounds.clone()
     moved.scatter_(1, merged[:, None] + 1, split.gather(1, cut[:, None]))
-    return torch.where(best.values[:, None] > 0, moved.sort(1).values, bounds)
+    allowed = best.values.isfinite() if at_a_loss else best.values > 0
+    return torch.where(allowed[:, None], moved.sort(1).values, bounds)
 
 
 def _starts(data: _SortedRows, clusters: int) -> list[Tensor]:

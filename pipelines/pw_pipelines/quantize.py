@@ -174,7 +174,12 @@ def _moments(
         wanted = config.calibration.nsamples
         if samples.available < wanted:
             progress.note(f"calibration text gives {samples.available} samples of {wanted}")
-        moments = measure_moments(ObservedModel(checkpoint, device), samples.windows, progress)
+        try:
+            moments = measure_moments(ObservedModel(checkpoint, device), samples.windows, progress)
+        except ModelError:  # name the weights at fault where it is they
+            for key in list(checkpoint.geometry.keys()):
+                _finite_weight(checkpoint, key)
+            raise
         report = {"coverage": moments.counts()}
         writer.write_table("moments", moments.arrays(), {}, config.calibration, inputs, report)
     return Moments.from_arrays(writer.table("moments").arrays)

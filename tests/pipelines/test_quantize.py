@@ -1,0 +1,242 @@
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from support.offline import QUIET, TINY_TEXT, random_checkpoint, tree_digests, write_text
+
+from pw.blocks import MODULES, BlockKey, BlockShape, ExpertGeometry
+from pw.config import CalibrationConfig, QuantizeConfig
+from pw.errors import ConfigError, ModelError, StaleStageError
+from pw.models.checkpoint import Checkpoint
+from pw.models.resolve import resolve_model
+from pw.store.artifact import Artifact
+from pw_kernels.bitplane import unpack_planes
+from pw_pipelines import quantize
+from pw_pipelines.codebook import fit_codebook
+from pw_pipelines.dequantized import DequantizedBlocks
+from pw_pipelines.moments import Coverage, Moments
+from pw_pipelines.quantize import auto_max_bits, quantize_blocks, uniform_bytes
+
+ROOT = Path(__file__).parents[2]
+
+
+def small_text(folder: Path) -> CalibrationConfig:
+    text = write_text(folder / "text.txt")
+    return CalibrationConfig(dataset=str(text), nsamples=8, seqlen=64)
+
+
+def test_planes_and_tables_give_the_fitted_weights_bit_for_bit() -> None:
+    weights, moments = torch.randn(3, 40, 150), torch.rand(3, 150)
+    planes, luts = quantize_blocks(weights, moments, 2, 7, torch.bfloat16)
+    for expert in range(3):
+        book = fit_codebook(weights[expert], moments[expert, None], 2, 7, torch.bfloat16)
+        for bits in range(2, 8):
+            codes = unpack_planes(planes[expert, :bits], 40, 150)
+            assert torch.equal(codes, book.codes >> (7 - bits))
+            table = luts[bits][expert]
+            reversed_codes = sum(((codes >> p) & 1).long() << (bits - 1 - p) for p in range(bits))
+            assert torch.equal(table.gather(1, reversed_codes), book.dequantize(bits))
+
+
+def test_the_artifact_holds_the_fit_of_the_checkpoint(tiny: Path) -> None:
+    artifact = Artifact.open(tiny)
+    assert (artifact.min_bits, artifact.max_bits, artifact.lut_dtype) == (2, 6, torch.bfloat16)
+    checkpoint = Checkpoint.open(resolve_model("tiny"))
+    moments = Moments.from_arrays(artifact.table("moments").arrays)
+    blocks = DequantizedBlocks(artifact, torch.device("cpu"))
+    for key in (BlockKey(0, 0, "gate_up"), BlockKey(3, 7, "down")):
+        weight = checkpoint.expert_weight(key)
+        h = torch.from_numpy(moments.of(key.module)[key.layer, key.expert, None])
+        book = fit_codebook(weight, h, 2, 6, torch.bfloat16)
+        errors = blocks.errors(key, weight)
+        for index, bits in enumerate(range(2, 7)):
+            assert torch.equal(blocks.weight(key, bits), book.dequantize(bits).float())
+            assert torch.equal(errors[index], blocks.weight(key, bits) - weight.float())
+
+
+def test_dense_weights_are_those_of_the_checkpoint(tiny: Path) -> None:
+    checkpoint, copy = Checkpoint.open(resolve_model("tiny")), Checkpoint.open(tiny)
+    assert copy.dense_keys() == checkpoint.dense_keys()
+    assert not copy.has_experts
+    for name in checkpoint.dense_keys():
+        assert torch.equal(copy.read(name), checkpoint.read(name))
+
+
+@dataclass(frozen=True)
+class Small:
+    """A random checkpoint, text, and the artifact that they give."""
+
+    folder: Path
+    config: QuantizeConfig
+
+    @property
+    def model(self) -> str:
+        return str(self.folder / "model")
+
+    @property
+    def artifact(self) -> Path:
+        return self.folder / "clean.pw"
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Small:
+    folder = tmp_path_factory.mktemp("small")
+    random_checkpoint(folder / "model")
+    made = Small(folder, QuantizeConfig(max_bits=4, calibration=small_text(folder)))
+    quantize.run(made.model, made.artifact, made.config, QUIET)
+    return made
+
+
+def test_quantizing_twice_gives_the_same_bytes(small: Small, tmp_path: Path) -> None:
+    report = quantize.run(small.model, tmp_path / "b.pw", small.config, QUIET)
+    assert tree_digests(tmp_path / "b.pw") == tree_digests(small.artifact)
+    assert report.blocks == 36
+    assert sum(report.coverage.values()) == 18
+
+
+def test_a_finished_artifact_is_left_alone(small: Small, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = (small.artifact / "manifest.json").stat().st_mtime_ns
+    monkeypatch.setattr(quantize, "quantize_blocks", None)
+    monkeypatch.setattr(quantize, "measure_moments", None)
+    report = quantize.run(small.model, small.artifact, small.config, QUIET)
+    assert (small.artifact / "manifest.json").stat().st_mtime_ns == before
+    assert report.max_bits == 4
+
+
+def test_other_settings_are_refused_with_both_values(small: Small, tmp_path: Path) -> None:
+    out = tmp_path / "a.pw"
+    shutil.copytree(small.artifact, out)
+    text = small.config.calibration
+    with pytest.raises(StaleStageError, match=r"min_bits was `2`, now `3`"):
+        quantize.run(small.model, out, QuantizeConfig(3, 4, text), QUIET)
+    original = (small.folder / "text.txt").read_text()
+    write_text(small.folder / "text.txt", 6000)  # the same path, another content
+    with pytest.raises(StaleStageError, match="calibration_tokens was"):
+        quantize.run(small.model, out, small.config, QUIET)
+    (small.folder / "text.txt").write_text(original)
+    report = quantize.run(small.model, out, QuantizeConfig(3, 4, text), QUIET, overwrite=True)
+    assert report.min_bits == Artifact.open(out).min_bits == 3
+
+
+@pytest.mark.parametrize("survived", [0, 3])
+def test_killed_and_resumed_gives_the_same_bytes(
+    small: Small, tmp_path: Path, survived: int
+) -> None:
+    out = tmp_path / "a.pw"
+    paths = os.pathsep.join(str(ROOT / n) for n in ("", "tests", "kernels", "pipelines"))
+    script = str(ROOT / "tests" / "support" / "quantize_crash.py")
+    text = small.config.calibration.dataset
+    died = subprocess.run(
+        [sys.executable, script, small.model, text, str(out), str(survived)],
+        env={**os.environ, "PYTHONPATH": paths},
+    )
+    assert died.returncode == -signal.SIGKILL
+    assert not out.exists()
+    assert out.with_name("a.pw.partial").exists()
+    quantize.run(small.model, out, small.config, QUIET)
+    assert tree_digests(out) == tree_digests(small.artifact)
+    assert not out.with_name("a.pw.partial").exists()
+
+
+def test_experts_that_no_token_reaches(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    model = random_checkpoint(folder, "gpt_oss")
+    dead = {0: (1,), 2: (0, 4)}
+    with torch.no_grad():
+        for layer, experts in dead.items():
+            model.model.layers[layer].mlp.router.bias[list(experts)] = -1e9
+    model.save_pretrained(folder)
+    text = small_text(tmp_path)
+    config = QuantizeConfig(max_bits=4, calibration=text)
+    report = quantize.run(str(folder), tmp_path / "a.pw", config, QUIET)
+    assert report.coverage["dead"] == 3
+
+    artifact = Artifact.open(tmp_path / "a.pw")
+    moments = Moments.from_arrays(artifact.table("moments").arrays)
+    found = (moments.coverage == Coverage.DEAD).nonzero()
+    assert [index.tolist() for index in found] == [[0, 2, 2], [1, 0, 4]]
+    assert (moments.tokens.sum(1) == 2 * 8 * 64).all()
+    checkpoint, blocks = Checkpoint.open(folder), DequantizedBlocks(artifact, torch.device("cpu"))
+    for slot, expert in ((0, 1), (2, 0), (2, 4)):
+        for module in MODULES:  # fitted as if all columns counted the same
+            h = moments.of(module)[slot, expert]
+            assert (h == h[0]).all()
+            assert h[0] > 0
+            key = BlockKey(slot, expert, module)
+            weight = checkpoint.expert_weight(key)
+            plain = fit_codebook(weight, torch.ones(1, weight.shape[1]), 2, 4, artifact.lut_dtype)
+            assert torch.equal(blocks.weight(key, 3), plain.dequantize(3).float())
+
+    strict = QuantizeConfig(max_bits=4, calibration=text, strict_coverage=True)
+    with pytest.raises(ConfigError, match="3 saw no calibration token"):
+        quantize.run(str(folder), tmp_path / "strict.pw", strict, QUIET)
+
+
+def test_a_checkpoint_with_infinite_weights_is_refused(tmp_path: Path) -> None:
+    model = random_checkpoint(tmp_path / "model", "mixtral")
+    with torch.no_grad():
+        model.model.layers[1].mlp.experts.down_proj[2, 0, 0] = torch.inf
+    model.save_pretrained(tmp_path / "model")
+    config = QuantizeConfig(max_bits=4, calibration=small_text(tmp_path))
+    with pytest.raises(ModelError, match="weights of layer 1 expert 2 down are not finite"):
+        quantize.run(str(tmp_path / "model"), tmp_path / "a.pw", config, QUIET)
+
+
+def test_tables_of_a_float32_checkpoint_are_float16_where_the_weights_fit(tmp_path: Path) -> None:
+    model = random_checkpoint(tmp_path / "model", "mixtral")
+    assert quantize.choose_lut_dtype(Checkpoint.open(tmp_path / "model")) is torch.float16
+    with torch.no_grad():
+        model.model.layers[0].mlp.experts.gate_up_proj[1, 0, 0] = 7e4
+    model.save_pretrained(tmp_path / "model")
+    assert quantize.choose_lut_dtype(Checkpoint.open(tmp_path / "model")) is torch.bfloat16
+
+
+def geometry(hidden: int, inner: int) -> ExpertGeometry:
+    return ExpertGeometry((0,), 2, 1, BlockShape(2 * inner, hidden), BlockShape(hidden, inner))
+
+
+def test_auto_width_counts_tables() -> None:
+    # Bits a weight at width b: b + 16 * 2^b / K; the dense weight has 16.
+    assert auto_max_bits(geometry(2048, 1408), 2, 2) == 8  # 8 + 2 and 8 + 2.9
+    assert auto_max_bits(geometry(256, 128), 2, 2) == 6  # 7 bits: 15 and 23
+    assert auto_max_bits(geometry(256, 256), 2, 2) == 7  # 7 bits: 15; 8 bits: 24
+    assert auto_max_bits(geometry(128, 128), 2, 4) == 7  # float32: 7 bits cost 23 of 32
+    with pytest.raises(ConfigError, match="nothing to gain"):
+        auto_max_bits(geometry(8, 8), 2, 2)  # one tile for 64 weights
+
+
+def test_uniform_bytes_are_those_on_disk(tiny: Path) -> None:
+    artifact = Artifact.open(tiny)
+    luts = sum(artifact.lut(key, 4).nbytes for key in list(artifact.geometry.keys()))
+    planes = 4 * 4 * 8 * (256 * 256 + 256 * 128) // 8
+    assert uniform_bytes(artifact.geometry, 4) == luts + planes == 2_097_152
+
+
+def test_moments_of_a_stopped_run_are_not_measured_again(
+    small: Small, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(quantize, "quantize_blocks", stop)
+        with pytest.raises(KeyboardInterrupt):
+            quantize.run(small.model, tmp_path / "a.pw", small.config, QUIET)
+    monkeypatch.setattr(quantize, "measure_moments", stop)
+    quantize.run(small.model, tmp_path / "a.pw", small.config, QUIET)
+    assert tree_digests(tmp_path / "a.pw") == tree_digests(small.artifact)
+
+
+def test_coverage_is_recorded(tiny: Path) -> None:
+    artifact = Artifact.open(tiny)
+    tokens = Moments.from_arrays(artifact.table("moments").arrays).tokens
+    counts = {"dead": 0, "thin": int((tokens < 64).sum()), "ok": int((tokens >= 64).sum())}
+    seen = TINY_TEXT.nsamples * TINY_TEXT.seqlen
+    assert (tokens.sum(1) == 2 * seen).all()
+    assert artifact.manifest.stages["quantize"].report == {"coverage": counts, "tokens": seen}

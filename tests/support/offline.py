@@ -1,0 +1,60 @@
+"""Small random checkpoints with a tokenizer and text, for the offline stages."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from pw.config import CalibrationConfig
+from pw.models.testing import make_checkpoint
+from pw_pipelines.progress import Progress, Style
+
+QUIET = Progress(Style.QUIET)
+TINY_TEXT = CalibrationConfig(nsamples=12, seqlen=256)  # for the bundled model
+VOCABULARY = 259  # three specials, 256 bytes
+
+
+def write_tokenizer(folder: Path) -> None:
+    """A byte-level tokenizer without merges: ids 0..2 special, then bytes."""
+    vocabulary = {
+        token: i
+        for i, token in enumerate(
+            ["<pad>", "<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+        )
+    }
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>"
+    ).save_pretrained(folder)
+
+
+def write_text(path: Path, length: int = 4000) -> Path:
+    """Text of random words, the same every time."""
+    generator = torch.Generator().manual_seed(7)
+    words = ["plane", "page", "expert", "router", "token", "memory", "budget", "bit", "layer"]
+    chosen = torch.randint(len(words), (length // 5,), generator=generator).tolist()
+    path.write_text(" ".join(words[i] for i in chosen))
+    return path
+
+
+def random_checkpoint(folder: Path, kind: str = "qwen2_moe", **overrides: Any) -> Any:
+    """Write a random model of a kind with a tokenizer; returns the model."""
+    model = make_checkpoint(kind, folder, vocab_size=VOCABULARY, **overrides)
+    write_tokenizer(folder)
+    return model
+
+
+def tree_digests(root: Path) -> dict[str, str]:
+    """Digest of every file below a folder."""
+    return {
+        path.relative_to(root).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(root.rglob("*"))
+        if path.is_file()
+    }
