@@ -24,6 +24,7 @@ from torch import Tensor
 from pw_kernels import simd, threads
 from pw_kernels.bitplane import MAX_BITS, TILE_BYTES, TILE_COLS, TILE_ROWS, padded_cols, padded_rows
 from pw_kernels.pages import WeightPages
+from pw_kernels.reference import Observer
 
 KINDS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
 WORKSPACE_BYTES = 64 << 20  # of intermediate results; more tokens than fit are taken in turns
@@ -291,6 +292,23 @@ def _bias(bias: Tensor | None) -> Floats:
     return _NO_BIAS if bias is None else bias.float().contiguous().numpy()
 
 
+def _observe(
+    observer: Observer,
+    start: int,  # token of the batch that opens the turn
+    x: Tensor,  # [T, H]
+    ids: Longs,  # [T, k]
+    weights: Tensor,  # [T, k]
+    hidden: Floats,  # [S, Kp]
+    experts: int,
+    width: int,
+) -> None:
+    """Show an observer what the experts of one turn have seen and made."""
+    for expert in np.unique(ids[(ids >= 0) & (ids < experts)]).tolist():
+        token, slot = (torch.from_numpy(index) for index in np.nonzero(ids == expert))
+        rows = torch.from_numpy(hidden)[token * ids.shape[1] + slot, :width]
+        observer(expert, token + start, weights[token, slot], x[token].float(), rows)
+
+
 def fused_moe(
     x: Tensor,
     topk_ids: Tensor,
@@ -303,8 +321,12 @@ def fused_moe(
     activation: str,
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
+    observer: Observer | None = None,
 ) -> Tensor:
-    """As `reference.fused_moe`, for gated experts with a named activation, on CPU tensors."""
+    """As `reference.fused_moe`, for gated experts with a named activation, on CPU tensors.
+
+    A batch that is taken in turns calls the observer once a turn for each expert.
+    """
     pitch, hidden_pitch = padded_cols(gate_up.cols), padded_cols(down.cols)
     before_rows, out_rows = padded_rows(gate_up.rows), padded_rows(down.rows)
     inputs, ids = _padded(x, pitch), topk_ids.contiguous().numpy()
@@ -340,5 +362,10 @@ def fused_moe(
         part = slice(start, start + turn)
         shares = _shares(ids[part], gate_up.experts, block_weights)
         threads.run([partial(run, first, last, part) for first, last in shares])
+        if observer is not None:
+            _observe(
+                observer, start, x[part], ids[part], topk_weights[part],
+                hidden, gate_up.experts, down.cols,
+            )  # fmt: skip
         _combine(ids[part], gate_up.experts, weights[part], results, out[part])
     return torch.from_numpy(out).to(x.dtype)

@@ -50,35 +50,24 @@ def fused_moe(
 ) -> Tensor:
     """Run the routed experts of one layer; arguments as in `reference.fused_moe`.
 
-    An observer, a callable activation and experts without a gate are the reference's alone.
+    A callable activation and experts without a gate are the reference's alone; Triton takes no
+    observer.
 
     Raises:
         ValueError: The named backend cannot take these arguments, or is not installed.
     """
     plain = (
-        observer is None
-        and isinstance(activation, str)
+        isinstance(activation, str)
         and activation in reference.ACTIVATIONS
         and gate_up.rows == 2 * down.cols
         and lut_dtype in (torch.bfloat16, torch.float16)
     )
-    name = _choose(backend, x.device, "moe", fits_numba=plain, fits_triton=plain)
-    if name == "reference":
-        return reference.fused_moe(
-            x,
-            topk_ids,
-            topk_weights,
-            arena,
-            gate_up,
-            down,
-            lut_dtype=lut_dtype,
-            activation=activation,
-            gate_up_bias=gate_up_bias,
-            down_bias=down_bias,
-            observer=observer,
-        )
-    module = _module("cpu_moe") if name == "numba" else _module("triton_moe")
+    fits_triton = plain and observer is None
+    name = _choose(backend, x.device, "moe", fits_numba=plain, fits_triton=fits_triton)
+    kernels = {"numba": "cpu_moe", "triton": "triton_moe"}
+    module = _module(kernels[name]) if name in kernels else reference
     assert module is not None  # _choose has imported it
+    extra = {} if observer is None else {"observer": observer}
     return module.fused_moe(  # type: ignore[no-any-return]
         x,
         topk_ids,
@@ -90,6 +79,7 @@ def fused_moe(
         activation=activation,
         gate_up_bias=gate_up_bias,
         down_bias=down_bias,
+        **extra,
     )
 
 

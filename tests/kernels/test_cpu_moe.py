@@ -121,6 +121,26 @@ def test_slots_without_an_expert_add_nothing() -> None:
     assert not layer.run()[1].any()
 
 
+def test_observer_sees_what_the_reference_shows() -> None:
+    layer = Layer([4, 4, 4], tokens=6)
+    layer.ids[2] = torch.tensor([-1, 3])
+    shown: dict[str, list[tuple[Any, ...]]] = {"cpu": [], "reference": []}
+    layer.run(observer=lambda *call: shown["cpu"].append(call))
+    layer.run(reference, observer=lambda *call: shown["reference"].append(call))
+    assert len(shown["cpu"]) == len(shown["reference"]) > 1
+    for (expert, *got), (want_expert, *want) in zip(*shown.values(), strict=True):
+        assert expert == want_expert
+        for tensor, expected in zip(got, want, strict=True):
+            torch.testing.assert_close(tensor, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_observer_of_a_batch_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_moe, "WORKSPACE_BYTES", 1)  # one token a turn
+    layer, seen = Layer([4, 4], tokens=3), []
+    layer.run(observer=lambda expert, token, *rest: seen.append((int(token), expert)))
+    assert sorted(seen) == [(token, expert) for token in range(3) for expert in range(2)]
+
+
 def test_half_precision_inputs_and_empty_batches() -> None:
     layer = Layer([4, 4])
     layer.x = layer.x.bfloat16()

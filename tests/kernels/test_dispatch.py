@@ -62,7 +62,6 @@ def test_without_numba_the_reference_runs(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize(
     "kwargs",
     [
-        {"observer": lambda *args: None},
         {"activation": lambda hidden: hidden[..., :32]},
         {"lut_dtype": torch.float32},
     ],
