@@ -113,6 +113,7 @@ class PlannerConfig:
     high_watermark: float = 0.20  # ... above which planes come back
     dwell_steps: int = 16  # least steps between a reduction and the next reload
     transfer_budget_bytes: int = 1 << 28  # bytes reloaded per second at most
+    rebalance_steps: int = 256  # steps between trades of planes at constant bytes; 0 = never
     forecast_steps: int = 32  # steps of decoding whose KV pages count as needed
 
     def __post_init__(self) -> None:

@@ -23,6 +23,7 @@ from pw.memory.page_table import WeightPageTable
 from pw.memory.pool import PagePool
 from pw.planning.planner import Move, PlannerState, plan, plan_reload
 from pw.planning.pressure import PressurePolicy
+from pw.planning.rebalance import rebalance
 
 _HISTORY = 64
 URGENT = ("kv allocation", "last resort")  # reasons of a release inside a scheduling round
@@ -203,6 +204,7 @@ class AdaptivePrecision(PrecisionBase):
         super().__init__(table, pool, mover, trace, quality, bounds)
         self._config = config
         self._pressure = PressurePolicy(config, self._page_bytes)
+        self._rebalanced_at = 0
         self._raised_at = np.full(table.geometry.blocks, -(1 << 30), dtype=np.int64)
 
     def release(self, pages: int, reason: str, *, last_resort: bool = False) -> int:
@@ -237,22 +239,46 @@ class AdaptivePrecision(PrecisionBase):
         )
         if decision.release_pages:
             self.release(decision.release_pages, decision.reason)
-        elif decision.reload_pages and not self._reload(decision.reload_pages, decision.reason):
-            self._pressure.reload_refused(turn, decision)
+        elif decision.reload_pages:
+            if not self._reload(decision.reload_pages, decision.reason):
+                self._pressure.reload_refused(turn, decision)
+        elif below and not self.moving and self._rebalance_is_due(turn):
+            self._rebalance()
 
     def _reload(self, pages: int, reason: str) -> bool:
         """Start raises worth so many pages. False when no block's next plane fits."""
         found = plan_reload(self._state(hard=False), pages * self._page_bytes)
-        started: list[Move] = []
-        for move in found.moves:
-            if self._table.raise_pages(move.block, move.to_bits) <= self._pool.free_count:
-                self._begin_raise(move.block, move.to_bits, move.damage, reason)
-                self._raised_at[move.block] = self._turn
-                started.append(move)
+        started = [move for move in found.moves if self._start_raise(move, reason)]
         if started:
             taken = sum(len(self._table.in_transfer[move.block].pages) for move in started)
             self._note_plan(reason, tuple(started), taken, pages)
         return bool(started)
+
+    def _rebalance_is_due(self, turn: int) -> bool:
+        every = self._config.rebalance_steps
+        return every > 0 and turn - self._rebalanced_at >= every
+
+    def _rebalance(self) -> None:
+        """Let planes change hands at constant bytes where routing or prompts have moved on."""
+        self._rebalanced_at = self._turn
+        bytes_at_most = self._config.transfer_budget_bytes // 4
+        trade = rebalance(self._state(hard=False), bytes_at_most)
+        if trade is None:
+            return
+        free = self._pool.free_count
+        for move in trade.down.moves:
+            self._reduce(move.block, move.to_bits, move.damage, "rebalance")
+        spent = self._pool.free_count - free
+        started = [move for move in trade.up.moves if self._start_raise(move, "rebalance")]
+        self._note_plan("rebalance", (*trade.down.moves, *started), spent, spent)
+
+    def _start_raise(self, move: Move, reason: str) -> bool:
+        """Start a raise if its pages are free."""
+        if self._table.raise_pages(move.block, move.to_bits) > self._pool.free_count:
+            return False
+        self._begin_raise(move.block, move.to_bits, move.damage, reason)
+        self._raised_at[move.block] = self._turn
+        return True
 
     def _recall(self, reason: str) -> int:
         """Take back the pages of raises under way; waits for their copies to end."""

@@ -44,8 +44,9 @@ class Mover:
         self._chunk_pages = max(1, chunk_bytes // arena.page_bytes)
         self._queue: deque[_Copy] = deque()
         self._flying: deque[_Copy] = deque()
-        self._cuda = arena.pages.device.type == "cuda"
-        self._stream = torch.cuda.Stream(arena.pages.device) if self._cuda else None
+        self._stream: torch.cuda.Stream | None = None
+        if arena.pages.device.type == "cuda":
+            self._stream = torch.cuda.Stream(arena.pages.device)  # type: ignore[no-untyped-call]
         self.bytes_moved = 0
 
     @property
@@ -74,7 +75,7 @@ class Mover:
         landed = []
         while self._flying:
             event = self._flying[0].event
-            if event is not None and not event.query():
+            if event is not None and not event.query():  # type: ignore[no-untyped-call]
                 break
             copy = self._flying.popleft()
             if copy.last:
@@ -100,7 +101,7 @@ class Mover:
             self._stream.wait_stream(torch.cuda.current_stream(self._arena.pages.device))
             with torch.cuda.stream(self._stream):
                 self._arena.write(pages, source)
-                copy.event = torch.cuda.Event()
+                copy.event = torch.cuda.Event()  # type: ignore[no-untyped-call]
                 copy.event.record(self._stream)
         copy.done += count
         self.bytes_moved += count * self._arena.page_bytes

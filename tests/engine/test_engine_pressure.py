@@ -208,3 +208,27 @@ def test_greedy_planner_and_exact_residual_serve_too(qwen: tuple[Any, Path]) -> 
         prompts = [random_prompt(60, seed) for seed in range(4)]
         assert min(status.mean_bits for status in run(engine, prompts, GREEDY)) < 6
         assert engine.status().finished == 4
+
+
+def test_planes_change_hands_when_routing_moves_on(qwen: tuple[Any, Path]) -> None:
+    """Under steady pressure, bits follow the experts that are busy now, at the same bytes."""
+    _, artifact = qwen
+    budget = tight_budget(artifact, 10, "static:3")
+    engine = open_engine(
+        artifact,
+        memory_budget=budget,
+        planner_low_watermark=0.0,
+        planner_rebalance_steps=8,
+        planner_routing_window=64,
+        planner_routing_prior=1,
+        planner_cold_multiplier=0.01,
+        planner_hot_multiplier=100.0,
+        planner_hot_mass=1.2,
+    )
+    params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+    for _ in run(engine, [[7] * 4, [9] * 4], params):
+        pass
+    reasons = [plan["reason"] for plan in engine.status().plan_history]
+    assert "rebalance" in reasons
+    trades = [plan for plan in engine.status().plan_history if plan["reason"] == "rebalance"]
+    assert all(plan["damage"] < 0 for plan in trades)
