@@ -7,6 +7,7 @@ tensor is read. No code from a checkpoint is ever run.
 from __future__ import annotations
 
 import json
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from pw.models.experts import NAME as EXPERTS
 from pw.models.experts import expert_modules, layer_of, refusal
 from pw.models.geometry import PROBE, Probe, probe
 
+_log = logging.getLogger(__name__)
 _BATCH_ROPE = ("dynamic", "longrope")  # their frequencies depend on the longest sequence of a batch
 
 
@@ -94,7 +96,21 @@ def _read_config(path: Path) -> tuple[Any, bool]:
     except Exception as error:
         raise _unsupported(name, f"transformers cannot read its config: {error}") from error
     text = getattr(config, "text_config", None)
+    _note_norm_flag(raw, config if text is None else text)
     return (config, False) if text is None else (text, True)
+
+
+def _note_norm_flag(raw: dict[str, Any], config: Any) -> None:
+    """Say which default decides whether router weights are renormalized, if none is stated."""
+    flag = "norm_topk_prob"
+    stated = raw.get("text_config") or raw
+    if hasattr(config, flag) and flag not in stated:
+        _log.warning(
+            "`%s` is not in config.json: using the default of `%s`: %s",
+            flag,
+            config.model_type,
+            getattr(config, flag),
+        )
 
 
 def _check(modules: list[tuple[str, nn.Module]], config: Any) -> None:

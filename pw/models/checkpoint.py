@@ -89,8 +89,7 @@ class Checkpoint:
         """Weight [N, K] of a block in the checkpoint's dtype."""
         fused = self.keymap.fused.get((key.layer, key.module))
         if fused is None:
-            pieces = [self.shards.read(name) for name in self._pieces(key)]
-            return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+            return self._read_pieces(key)
         module = self._modules[key.layer]
         weight = self.shards.read(fused, key.expert)
         if module.is_transposed:
@@ -112,6 +111,16 @@ class Checkpoint:
             with file.open("rb") as stream:
                 digests[file.name] = hashlib.file_digest(stream, "sha256").hexdigest()
         return digests
+
+    def _read_pieces(self, key: BlockKey) -> Tensor:
+        """A block that is stored as one tensor per projection, each read into its rows."""
+        names = self._pieces(key)
+        shape = self.geometry.shape(key.module)
+        dtype = DTYPES[self.shards.entry(names[0]).dtype]
+        weight = torch.empty(shape.rows, shape.cols, dtype=dtype)
+        for name, rows in zip(names, weight.chunk(len(names)), strict=True):
+            self.shards.read(name, out=rows)
+        return weight
 
     def _pieces(self, key: BlockKey) -> list[str]:
         """Names on disk that make up a block, in row order."""
@@ -153,6 +162,13 @@ class Checkpoint:
                 "fetch the checkpoint again: it is incomplete",
             )
 
+        single = (name for pieces in self.keymap.single.values() for name in pieces.values())
+        names = (*self.keymap.fused.values(), *single)
+        dtypes = {self.shards.entry(name).dtype: name for name in names}
+        if len(dtypes) > 1:
+            listed = ", ".join(f"{dtype} (`{name}`)" for dtype, name in sorted(dtypes.items()))
+            raise ModelError(f"expert weights differ in dtype: {listed}")
+
     def _complete(self, key: BlockKey) -> bool:
         """Whether the pieces of a block are there; refuses a wrong shape or dtype."""
         names = self._pieces(key)
@@ -169,7 +185,7 @@ class Checkpoint:
             if entry.shape != wanted or entry.dtype not in _FLOATS:
                 raise ModelError(
                     f"expert tensor `{name}` is {entry.dtype} {list(entry.shape)}, "
-                    f"expected {list(wanted)} in F32, F16 or BF16"
+                    f"expected {list(wanted)} in {', '.join(_FLOATS)}"
                 )
         return bool(names)
 

@@ -150,8 +150,13 @@ class ShardIndex:
         """Where a tensor lies."""
         return self._entries[name]
 
-    def read(self, name: str, index: int | None = None) -> Tensor:
+    def read(self, name: str, index: int | None = None, out: Tensor | None = None) -> Tensor:
         """A tensor in its own dtype, or `tensor[index]` along its first axis, read from disk.
+
+        Args:
+            name: Its name on disk.
+            index: Which slice of the first axis; None reads all.
+            out: Contiguous CPU tensor of that dtype and size to read into; None makes one.
 
         Raises:
             ModelError: The dtype has no torch type here, or the file shrank since it was opened.
@@ -165,9 +170,12 @@ class ShardIndex:
             size //= shape[0]
             start += index * size
             shape = shape[1:]
-        buffer = torch.empty(size, dtype=torch.uint8)
-        _read_into(entry.file, start, buffer.numpy().data, name)
-        return buffer.view(dtype).view(shape)
+        if out is None:
+            out = torch.empty(shape, dtype=dtype)
+        if out.dtype != dtype or out.nbytes != size or not out.is_contiguous():
+            raise ValueError(f"`{name}` does not fit into {out.dtype} {list(out.shape)}")
+        _read_into(entry.file, start, out.view(-1).view(torch.uint8).numpy().data, name)
+        return out
 
 
 def _read_into(file: Path, start: int, out: memoryview, name: str) -> None:

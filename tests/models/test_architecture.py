@@ -110,3 +110,18 @@ def test_no_code_of_a_checkpoint_is_run(tmp_path: Path) -> None:
 def test_a_folder_without_config_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"no config.json"):
         Architecture.load(tmp_path)
+
+
+def test_a_norm_flag_that_is_not_stated_is_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    make_model("qwen2_moe").config.save_pretrained(tmp_path)
+    Architecture.load(tmp_path)
+    assert not caplog.text
+    file = tmp_path / "config.json"
+    settings = json.loads(file.read_bytes())
+    settings.pop("norm_topk_prob")
+    file.write_text(json.dumps(settings))
+    found = Architecture.load(tmp_path)
+    assert found.config.norm_topk_prob is False
+    assert "using the default of `qwen2_moe`: False" in caplog.text

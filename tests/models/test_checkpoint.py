@@ -258,6 +258,7 @@ def test_a_head_that_is_not_tied_must_be_there(tmp_path: Path) -> None:
     [
         (EXPERT, torch.zeros(23, 32), "is F32 [23, 32], expected [24, 32]"),
         (EXPERT, torch.zeros(24, 32, dtype=torch.int8), "is I8 [24, 32], expected"),
+        (EXPERT, torch.zeros(24, 32).half(), "differ in dtype: F16 (`model.layers.1.block"),
         ("model.norm.weight", torch.zeros(31), "shape of `model.norm.weight` is [31]"),
     ],
 )
