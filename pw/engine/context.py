@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pw.engine.sequence import Chunk
 from pw.memory.kv_cache import GroupBatch, KvCache
-from pw_kernels import dispatch
+from pw_kernels.dispatch import paged_attention, write_kv
 
 
 @dataclass(frozen=True)
@@ -74,8 +74,8 @@ class StepBatch:
         number, position = self._kv.place(layer)
         pages, group = self._kv.layer_pages(layer), self._groups[number]
         if write:
-            dispatch.write_kv(k, v, pages.keys, pages.values, group.slots[position])
-        return dispatch.paged_attention(
+            write_kv(k, v, pages.keys, pages.values, group.slots[position])
+        return paged_attention(
             q,
             pages.keys,
             pages.values,

@@ -18,8 +18,8 @@ from pw.engine.statistics import PromptStatistics
 from pw.memory.arena import Arena
 from pw.memory.page_table import WeightPageTable
 from pw.models.experts import Activation
-from pw_kernels import dispatch
 from pw_kernels.dense import dense_moe
+from pw_kernels.dispatch import fused_moe
 from pw_kernels.pages import WeightPages
 from pw_kernels.reference import Observer
 
@@ -95,7 +95,7 @@ class PagedExperts:
             observer = self._observe_prompts(slot, x, self.batch.spans)
         gate_up, down = self._pages[slot]
         gate_up_bias, down_bias = self._biases[slot]
-        return dispatch.fused_moe(
+        return fused_moe(
             x,
             ids,
             weights,

@@ -10,13 +10,13 @@ from typing import NamedTuple
 
 import httpx
 import pytest
-from support.cli import Outcome, run
-from support.offline import random_checkpoint, write_text
 
 from pw import __version__
 from pw.blocks import BlockKey
 from pw.cli.options import Calibration
 from pw.store import Artifact
+from support.cli import Outcome, run
+from support.offline import random_checkpoint, write_text
 
 ROOT = Path(__file__).parents[2]
 TEXT_FLAGS = ("--nsamples", "40", "--seqlen", "16")

@@ -3,11 +3,11 @@
 from pathlib import Path
 
 import pytest
-from support.cli import run
 
 from pw import __version__
 from pw.cli import app
 from pw.cli.options import Planner, Runtime
+from support.cli import run
 
 COMMANDS = [
     *("calibrate", "quantize", "sensitivity", "trace", "fit-residuals"),

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from support.engines import make_artifact, open_engine, random_prompt
 
 from pw.engine.request import SamplingParams
 from pw.store.artifact import Artifact
 from pw_pipelines.dequantized import DequantizedBlocks
+from support.engines import make_artifact, open_engine, random_prompt
 
 LENGTHS = (57, 3, 33, 1)
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, prompt_logprobs=True)

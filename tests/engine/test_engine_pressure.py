@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.engines import open_engine, random_prompt, tight_budget
 
 from pw.engine import Engine
 from pw.engine.request import EngineStatus, SamplingParams
 from pw.errors import BudgetError, ConfigError, RequestError
+from support.engines import open_engine, random_prompt, tight_budget
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 

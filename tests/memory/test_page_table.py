@@ -7,12 +7,12 @@ import random
 import numpy as np
 import pytest
 import torch
-from support.memory import GEOMETRY, MAX_BITS, MIN_BITS, make_memory
 
 from pw.memory.kv_cache import KvCache
 from pw.memory.pool import OutOfPagesError, PagePool
 from pw.models.geometry import KvGeometry, KvLayer
 from pw_kernels.reference import decode_block
+from support.memory import GEOMETRY, MAX_BITS, MIN_BITS, make_memory
 
 
 def full(bits: int) -> np.ndarray:

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.offline import QUIET, TINY_TEXT, random_checkpoint, tree_digests, write_text
 
 from pw.blocks import MODULES, BlockKey, BlockShape, ExpertGeometry
 from pw.config import CalibrationConfig, QuantizeConfig
@@ -22,6 +21,7 @@ from pw_pipelines.codebook import fit_codebook
 from pw_pipelines.dequantized import DequantizedBlocks
 from pw_pipelines.moments import Coverage, Moments
 from pw_pipelines.quantize import auto_max_bits, quantize_blocks, uniform_bytes
+from support.offline import QUIET, TINY_TEXT, random_checkpoint, tree_digests, write_text
 
 ROOT = Path(__file__).parents[2]
 

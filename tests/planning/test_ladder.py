@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.planning import qwen_like, states
 
 from pw.planning.ladder import Ladder, Steps, hull_slopes
 from pw.planning.planner import plan, plan_reload
+from support.planning import qwen_like, states
 
 
 def lower_hull(points):

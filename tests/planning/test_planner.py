@@ -5,11 +5,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.planning import PAGE, levelled, outcomes, qwen_like, states
 
 from pw.errors import BudgetError
 from pw.planning.ladder import Ladder
 from pw.planning.planner import Move, PlannerState, allocate, plan, plan_greedy, plan_reload
+from support.planning import PAGE, levelled, outcomes, qwen_like, states
 
 EXACT = settings(max_examples=100, deadline=None)
 

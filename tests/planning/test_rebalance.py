@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.planning import PAGE, levelled, qwen_like, states
 
 from pw.planning.planner import allocate
 from pw.planning.rebalance import rebalance
+from support.planning import PAGE, levelled, qwen_like, states
 
 ALL = 1 << 50
 

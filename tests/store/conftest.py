@@ -4,9 +4,9 @@ import shutil
 from pathlib import Path
 
 import pytest
-from support.store import Sample
 
 from pw.store import Artifact
+from support.store import Sample
 
 
 @pytest.fixture(scope="session")

@@ -7,12 +7,12 @@ import pytest
 import torch
 import zarr
 from safetensors.torch import load_file
-from support.store import GEOMETRY, MAX_BITS, MIN_BITS, WIDTHS, Sample, tree_hash
 
 from pw.blocks import MODULES, BlockKey
 from pw.errors import StoreError
 from pw.store import Artifact, verify
 from pw_kernels.bitplane import padded_rows, plane_bytes, unpack_planes
+from support.store import GEOMETRY, MAX_BITS, MIN_BITS, WIDTHS, Sample, tree_hash
 
 
 def read_planes(artifact: Artifact, key: BlockKey, first: int, count: int) -> np.ndarray:

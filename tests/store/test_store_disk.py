@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.store import Sample, tree_hash, write_routing
 
 from pw.errors import PartialResultError
 from pw.store import Artifact, verify
+from support.store import Sample, tree_hash, write_routing
 
 NO_SPACE = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 

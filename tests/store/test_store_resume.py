@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from support import store_crash
-from support.store import MODEL, SETTINGS, Sample, tree_hash
 
 import pw
 from pw.blocks import MODULES
 from pw.errors import StaleStageError, StoreError
 from pw.store import Artifact, ModelRecord
+from support import store_crash
+from support.store import MODEL, SETTINGS, Sample, tree_hash
 
 
 def test_killed_at_any_moment_it_resumes_to_the_same_bytes(built: Artifact, tmp_path: Path) -> None:

@@ -6,13 +6,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.store import Sample, tree_hash, write_routing
 
 from pw.errors import StaleStageError, StoreError
 from pw.store import Artifact, describe, verify
 from pw.store.files import WriteLock, replace_file
 from pw.store.manifest import canonical_json, sha256_json
 from pw.store.tables import file_records
+from support.store import Sample, tree_hash, write_routing
 
 
 def test_arrays_and_attributes_come_back(built: Artifact, sample: Sample) -> None:

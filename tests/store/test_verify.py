@@ -7,13 +7,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.store import GEOMETRY, MAX_BITS, files_of, write_routing
 
 from pw.blocks import BlockKey, Module
 from pw.errors import StaleStageError, StoreError
 from pw.store import Artifact, Finding, verify
 from pw.store.planes import crc
 from pw_kernels.bitplane import lut_bytes, plane_bytes
+from support.store import GEOMETRY, MAX_BITS, files_of, write_routing
 
 POSITIONS = 2  # random bits flipped in each file
 
