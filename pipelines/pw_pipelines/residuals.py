@@ -26,7 +26,7 @@ from pw_pipelines.progress import Progress
 
 STAGE = "residuals"
 
-_ALPHAS = tuple(10.0**k for k in range(7))  # of features with unit variance
+_ALPHAS = tuple(10.0**k for k in range(-1, 6))  # of features with unit variance
 _TOKENS_OF_HALF_WEIGHT = 16.0
 _LEAST_PROMPTS = 8  # in either part, for a head and for the split
 
@@ -153,7 +153,7 @@ def fit_layer(
     """Fit the heads of one layer."""
     mean = features[train].mean(0, dtype=np.float64)
     deviation = features[train].std(0, dtype=np.float64)
-    deviation[deviation < 1e-6 * np.abs(mean).max()] = np.inf  # a constant says nothing
+    deviation[deviation <= 1e-6 * np.abs(mean)] = np.inf  # a constant says nothing
     x = (features - mean) / deviation
     weight = np.where(np.isnan(y), 0.0, counts / (counts + _TOKENS_OF_HALF_WEIGHT))
     target = np.nan_to_num(y.astype(np.float64))
