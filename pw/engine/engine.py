@@ -208,7 +208,7 @@ class Engine:
         if not ready:
             return outputs
         mean_bits = self._mean_bits()
-        finite = logits.isfinite().all(-1).tolist()
+        finite = logits.sum(-1).isfinite().tolist()  # NaN and inf survive a sum
         logits = logits[:, : self.tokenizer.vocab_size]
         tokens = sample(
             logits,
