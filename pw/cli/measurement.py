@@ -12,9 +12,8 @@ import typer
 
 from pw.cli.command import print_json
 from pw.cli.locate import TINY, artifact_path
-from pw.cli.offline import build, progress_of
+from pw.cli.offline import build, fit, progress_of
 from pw.cli.options import Calibration, Common, Planner, Runtime, Widths
-from pw.config import EngineConfig, PrecisionPolicy
 from pw.errors import ConfigError
 
 _TEXT = "Text"
@@ -127,6 +126,8 @@ def _print_report(result: dict[str, Any]) -> None:
 
 
 def bench(
+    runtime: Runtime,
+    planner: Planner,
     common: Common,
     model: Annotated[
         str, typer.Argument(metavar="MODEL", help="A checkpoint folder, a hub id, or `tiny`.")
@@ -137,9 +138,10 @@ def bench(
     input_len: Annotated[int, typer.Option(help="Tokens of each prompt.")] = 64,
     output_len: Annotated[int, typer.Option(help="Tokens made for each prompt.")] = 64,
     repeats: Annotated[int, typer.Option(help="Timed runs; the median counts.")] = 3,
-    bits: Annotated[int, typer.Option(help="Width of every block in the speed runs.")] = 4,
 ) -> None:
     """Measure speed: calibration, planner, tokens per second beside transformers."""
+    config = runtime.config(planner)
+
     import tempfile
 
     from pw.engine import Engine
@@ -148,22 +150,24 @@ def bench(
 
     folder = resolve_model(model)
     loads = [Load(batch, input_len, output_len) for batch in batch_size or (1, 8)]
-    config = EngineConfig(policy=PrecisionPolicy("static", bits=bits))
     with tempfile.TemporaryDirectory() as temporary:
         path = Path(temporary) / "bench.pw"
         started = time.monotonic()
         build(model, path, Widths(), Calibration(), common)
         calibrate_seconds = time.monotonic() - started
+        fit(path, common)
         engine = Engine.from_artifact(path, config)
         vocabulary = engine.tokenizer.vocab_size
         ours = [engine_speed(engine, load, vocabulary, repeats=repeats) for load in loads]
+        bits = engine.status().mean_bits
     theirs = transformers_speed(folder, loads, vocabulary, repeats=repeats)
     result = {
         "model": model,
         "calibrate_seconds": calibrate_seconds,
         "planner_seconds": planner_seconds(),
         "planner_entries": 17_280,
-        "bits": bits,
+        "policy": str(config.policy),
+        "mean_bits": bits,
         "tokens_per_second": [
             asdict(load) | {"pw": mine, "transformers": other}
             for load, mine, other in zip(loads, ours, theirs, strict=True)
@@ -183,6 +187,6 @@ def _print_speed(result: dict[str, Any]) -> None:
     for row in result["tokens_per_second"]:
         print(
             f"batch {row['batch_size']}, {row['input_len']} + {row['output_len']} tokens  "
-            f"{row['pw']:.0f} tokens/s at {result['bits']} bits, "
+            f"{row['pw']:.0f} tokens/s at {result['mean_bits']:.2f} bits, "
             f"transformers {row['transformers']:.0f}, ratio {row['pw'] / row['transformers']:.2f}"
         )
