@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -23,6 +23,9 @@ from pw.config import (
     parse_bytes,
 )
 from pw.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pw.engine.request import SamplingParams
 
 
 def _option(panel: str, text: str, *names: str, metavar: str | None = None) -> Any:
@@ -38,6 +41,7 @@ _planner = partial(_option, "Planner (the defaults are good)")
 _scheduling = partial(_option, "Scheduling")
 _model = partial(_option, "Model")
 _sampling = partial(_option, "Sampling")
+_server = partial(_option, "Server")
 
 
 @dataclass(frozen=True)
@@ -45,9 +49,9 @@ class Common:
     """What every command has."""
 
     quiet: Annotated[bool, _output("Only results and errors.", "--quiet", "-q")] = False
-    verbose: Annotated[
-        bool, _output("Details; a traceback with errors.", "--verbose", "-v")
-    ] = False
+    verbose: Annotated[bool, _output("Details; a traceback with errors.", "--verbose", "-v")] = (
+        False
+    )
     json: Annotated[bool, _output("The result as JSON on stdout.", "--json")] = False
 
 
@@ -57,13 +61,12 @@ class Calibration:
 
     dataset: Annotated[
         str,
-        _calibration(
-            "A .jsonl with `text` or `messages`, a .txt, or `bundled`.", metavar="FILE"
-        ),
+        _calibration("A .jsonl with `text` or `messages`, a .txt, or `bundled`.", metavar="FILE"),
     ] = CalibrationConfig.dataset
     nsamples: Annotated[int, _calibration("Number of samples.")] = CalibrationConfig.nsamples
     seqlen: Annotated[int, _calibration("Tokens in a sample.")] = CalibrationConfig.seqlen
     seed: Annotated[int, _calibration("Which samples are drawn.")] = CalibrationConfig.seed
+    device: Annotated[str, _calibration("auto, cpu or cuda.")] = "auto"
 
     def config(self) -> CalibrationConfig:
         """The stage's settings."""
@@ -102,16 +105,16 @@ class Planner:
     """The planner's and the pressure policy's dials."""
 
     planner: Annotated[str, _planner("hull, or greedy (the paper's).")] = PlannerConfig.planner
-    sensitivity_metric: Annotated[
-        str, _planner("output-gradient, or hessian (the paper's).")
-    ] = "output-gradient"
+    sensitivity_metric: Annotated[str, _planner("output-gradient, or hessian (the paper's).")] = (
+        "output-gradient"
+    )
     residual: Annotated[str, _planner("learned, exact or off.")] = PlannerConfig.residual
     hot_expert_floor: Annotated[
         int | None, _planner("Least bits of a hot expert (default: one above the floor).")
     ] = PlannerConfig.hot_expert_floor
-    layer_floor: Annotated[
-        float, _planner("Least mean bits of a layer.")
-    ] = PlannerConfig.layer_floor
+    layer_floor: Annotated[float, _planner("Least mean bits of a layer.")] = (
+        PlannerConfig.layer_floor
+    )
     routing_window: Annotated[
         int, _planner("Tokens after which a routing count has decayed to 1/e.")
     ] = PlannerConfig.routing_window
@@ -121,12 +124,12 @@ class Planner:
     high_watermark: Annotated[
         float, _planner("Share of free pages above which planes come back.")
     ] = PlannerConfig.high_watermark
-    dwell_steps: Annotated[
-        int, _planner("Least steps from a reduction to the next reload.")
-    ] = PlannerConfig.dwell_steps
-    forecast_steps: Annotated[
-        int, _planner("Steps of decoding whose KV pages are foreseen.")
-    ] = PlannerConfig.forecast_steps
+    dwell_steps: Annotated[int, _planner("Least steps from a reduction to the next reload.")] = (
+        PlannerConfig.dwell_steps
+    )
+    forecast_steps: Annotated[int, _planner("Steps of decoding whose KV pages are foreseen.")] = (
+        PlannerConfig.forecast_steps
+    )
     transfer_budget: Annotated[
         str, _planner("Bytes reloaded per second at most.", metavar="BYTES")
     ] = f"{PlannerConfig.transfer_budget_bytes >> 20}MiB"
@@ -176,9 +179,9 @@ class Runtime:
         str | None,
         _memory("Size of a page, a power of two (default: least padding).", metavar="BYTES"),
     ] = None
-    kv_cache_dtype: Annotated[
-        str, _memory("auto, float32, bfloat16 or float16.")
-    ] = EngineConfig.kv_cache_dtype
+    kv_cache_dtype: Annotated[str, _memory("auto, float32, bfloat16 or float16.")] = (
+        EngineConfig.kv_cache_dtype
+    )
     precision_policy: Annotated[
         str,
         _precision("adaptive, static:<bits>, static:<file>, replay:<trace> or dense."),
@@ -201,12 +204,12 @@ class Runtime:
             "Longest context in tokens, like `4096`, `16k` or `auto`.", metavar="TOKENS|auto"
         ),
     ] = "auto"
-    max_num_seqs: Annotated[
-        int, _scheduling("Sequences that run at a time.")
-    ] = EngineConfig.max_num_seqs
-    max_num_batched_tokens: Annotated[
-        int, _scheduling("Tokens in one step.")
-    ] = EngineConfig.max_num_batched_tokens
+    max_num_seqs: Annotated[int, _scheduling("Sequences that run at a time.")] = (
+        EngineConfig.max_num_seqs
+    )
+    max_num_batched_tokens: Annotated[int, _scheduling("Tokens in one step.")] = (
+        EngineConfig.max_num_batched_tokens
+    )
     device: Annotated[str, _model("auto, cpu or cuda.")] = EngineConfig.device
     dtype: Annotated[str, _model("auto, float32, bfloat16 or float16.")] = EngineConfig.dtype
     checkpoint: Annotated[
@@ -271,6 +274,42 @@ class Sampling:
         list[str] | None, _sampling("Stop before this text; repeatable.", metavar="TEXT")
     ] = None
     ignore_eos: Annotated[bool, _sampling("Go on after the end token.", "--ignore-eos")] = False
+
+    def params(self, seed: int | None) -> SamplingParams:
+        """The request's parameters."""
+        from pw.engine.request import SamplingParams
+
+        return SamplingParams(
+            max_tokens=self.max_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            seed=seed,
+            stop=tuple(self.stop or ()),
+            ignore_eos=self.ignore_eos,
+        )
+
+
+@dataclass(frozen=True)
+class Server:
+    """How `serve` presents itself."""
+
+    host: Annotated[str, _server("Address to listen on.")] = "127.0.0.1"
+    port: Annotated[int, _server("Port; 0 takes a free one.")] = 8000
+    served_model_name: Annotated[
+        list[str] | None,
+        _server("Name in answers; repeat it for more names (default: the artifact's)."),
+    ] = None
+    api_key: Annotated[
+        list[str] | None, _server("Key that clients must send; repeatable (default: none).")
+    ] = None
+    max_num_queued_reqs: Annotated[int, _server("Sequences that may wait; more get a 503.")] = (
+        EngineConfig.max_num_queued_reqs
+    )
+    shutdown_timeout: Annotated[
+        float, _server("Seconds that running requests get after the first signal.")
+    ] = 30.0
+    dry_run: Annotated[bool, _server("Load, print the memory plan, leave.", "--dry-run")] = False
 
 
 def _size(text: str | None) -> int | None:
