@@ -89,7 +89,9 @@ def transformers_speed(
     """
     import torch
     from transformers import AutoModelForCausalLM, GenerationConfig
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()  # type: ignore[no-untyped-call]
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = "auto" if device == "cuda" else torch.float32
     loaded: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=dtype)

@@ -128,8 +128,8 @@ def test_a_budget_that_cannot_work_is_exit_code_4_with_the_least_that_can(made: 
 
 
 def test_eval_reports_perplexity_bytes_and_a_paired_difference(made: Made, tmp_path: Path) -> None:
-    flags = (str(made.artifact), *SMALL, "--text", str(made.text), "--seqlen", "48")
-    flags = (*flags, "--max-chunks", "6")
+    text = ("--text", str(made.text), "--seqlen", "48")
+    flags = (str(made.artifact), *SMALL, *text, "--max-chunks", "6")
     wide = run("eval", *flags, "--precision-policy", "static:4", "--json")
     assert wide.code == 0, wide.err
     (tmp_path / "wide.json").write_text(wide.out)
@@ -206,6 +206,24 @@ def test_tiny_is_calibrated_once_into_the_cache(
     )
     second = run("inspect", "tiny", "--json")
     assert (second.out, second.err) == (first.out, "")
+
+
+def test_bench_measures_both_sides_and_leaves_nothing(
+    monkeypatch: pytest.MonkeyPatch, made: Made
+) -> None:
+    monkeypatch.setattr(
+        "pw.cli.measurement.Calibration",
+        lambda: Calibration(str(made.text), nsamples=40, seqlen=16),
+    )
+    load = ("--batch-size", "2", "--input-len", "5", "--output-len", "4", "--repeats", "1")
+    done = run("bench", str(made.checkpoint), *SMALL, *load, "--json")
+    assert done.code == 0, done.err
+    result = json.loads(done.out)
+    assert result["planner_entries"] == 17_280
+    assert 0 < result["planner_seconds"] < 1 < result["calibrate_seconds"]
+    [row] = result["tokens_per_second"]
+    assert (row["batch_size"], row["input_len"], row["output_len"]) == (2, 5, 4)
+    assert row["pw"] > 0 < row["transformers"]
 
 
 def test_env_is_a_bug_report_without_values_of_variables(monkeypatch: pytest.MonkeyPatch) -> None:
