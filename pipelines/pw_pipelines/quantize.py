@@ -92,22 +92,20 @@ def run(
         moments = _moments(writer, checkpoint, samples, config, progress, device)
         report_coverage(moments, progress, strict=config.strict_coverage)
         _write_all(writer, checkpoint, moments, progress, device)
-        report = QuantizeReport(
-            path=Path(out),
-            min_bits=config.min_bits,
-            max_bits=max_bits,
-            lut_dtype=str(lut_dtype).removeprefix("torch."),
-            blocks=geometry.blocks,
-            dense_bytes=geometry.weights * itemsize,
-            bytes_by_width={
-                b: uniform_bytes(geometry, b) for b in range(config.min_bits, max_bits + 1)
-            },
-            coverage=moments.counts(),
-            samples=samples.windows.shape[0],
-            tokens=samples.windows.numel(),
-        )
-        writer.publish({"coverage": report.coverage, "tokens": report.tokens})
-    return report
+        report = {"coverage": moments.counts(), "tokens": samples.windows.numel()}
+        artifact = writer.publish(report)
+    return QuantizeReport(
+        path=Path(out),
+        min_bits=artifact.min_bits,
+        max_bits=artifact.max_bits,
+        lut_dtype=artifact.manifest.lut_dtype,
+        blocks=geometry.blocks,
+        dense_bytes=geometry.weights * itemsize,
+        bytes_by_width={b: uniform_bytes(geometry, b) for b in artifact.manifest.widths},
+        coverage=moments.counts(),
+        samples=samples.windows.shape[0],
+        tokens=samples.windows.numel(),
+    )
 
 
 def uniform_bytes(geometry: ExpertGeometry, bits: int) -> int:

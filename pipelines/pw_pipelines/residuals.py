@@ -10,6 +10,7 @@ Axes: P prompts, L MoE layers, E experts, F features; heads are ordered (expert,
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -95,21 +96,14 @@ def run(
     trace = artifact.table("routing").arrays
     if not artifact.table_done(STAGE, config, inputs, overwrite):
         train, valid = split_prompts(trace["documents"], config)
-        layers = trace["features"].shape[1]
-        fitted = []
-        with progress.stage("fit-residuals", layers, "layers") as advance:
-            for slot in range(layers):
-                y = trace["y"][:, slot].reshape(len(train) + len(valid), -1)
-                counts = np.repeat(trace["counts"][:, slot], 2, axis=1)
-                fitted.append(fit_layer(trace["features"][:, slot], y, counts, train, valid))
-                advance(1)
-        report = _report(fitted, train, valid)
+        fitted = _fit_layers(trace, train, valid, progress)
+        found = _report(fitted, train, valid)
         arrays = {
             "coef": np.stack([h.coef for h in fitted]).astype(np.float32),
             "intercept": np.stack([h.intercept for h in fitted]).astype(np.float32),
             "kept": np.stack([h.kept for h in fitted]),
         }
-        artifact.write_table(STAGE, arrays, {}, config, inputs, asdict(report), overwrite)
+        artifact.write_table(STAGE, arrays, {}, config, inputs, asdict(found), overwrite)
     stored = artifact.manifest.stages[STAGE].report
     values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in stored.items()}
     report = ResidualReport(**values)
@@ -131,7 +125,7 @@ def split_prompts(
         raise ConfigError(
             f"{len(documents)} prompts are too few to fit residual heads, at least "
             f"{4 * _LEAST_PROMPTS} are needed",
-            "trace more prompts: `pw trace --nsamples`",
+            "trace more prompts: `pw trace --nsamples N --overwrite`",
         )
     size, seed = config.validation, config.seed
     if len(np.unique(documents)) >= _LEAST_PROMPTS:
@@ -141,6 +135,23 @@ def split_prompts(
             return train, valid
     train, valid = next(ShuffleSplit(1, test_size=size, random_state=seed).split(documents))
     return train, valid
+
+
+def _fit_layers(
+    trace: Mapping[str, NDArray[Any]],
+    train: NDArray[np.int64],
+    valid: NDArray[np.int64],
+    progress: Progress,
+) -> list[Heads]:
+    prompts, layers = trace["features"].shape[:2]
+    fitted = []
+    with progress.stage("fit-residuals", layers, "layers") as advance:
+        for slot in range(layers):
+            y = trace["y"][:, slot].reshape(prompts, -1)  # heads in order (expert, module)
+            counts = np.repeat(trace["counts"][:, slot], 2, axis=1)
+            fitted.append(fit_layer(trace["features"][:, slot], y, counts, train, valid))
+            advance(1)
+    return fitted
 
 
 def fit_layer(
