@@ -77,7 +77,7 @@ def snapshot(
         pages_total=parts.pool.num_pages,
         pages_weights=(sizes.planes + sizes.luts) // page,
         pages_kv=sizes.kv // page,
-        pages_free=sizes.free // page,
+        pages_free=parts.pool.free_count,
         page_bytes=page,
         mean_bits=16.0 if table is None else table.mean_bits(),
         layer_bits={}

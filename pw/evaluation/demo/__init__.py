@@ -1,0 +1,1 @@
+"""`make demo`: the whole job once, on the bundled model, through the doors that users have."""
