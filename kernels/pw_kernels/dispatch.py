@@ -21,6 +21,8 @@ BACKENDS = ("auto", "reference", "numba", "triton")
 
 _VECTOR = 16  # head sizes that the numba attention takes are multiples of this
 _KV_DTYPES = (torch.float32, torch.bfloat16)
+_WIDEST_HEAD = 512  # that the Triton attention takes
+_ATTENTION = {"numba": "cpu_attention", "triton": "triton_attention"}
 
 
 def available_backends() -> tuple[str, ...]:
@@ -102,9 +104,14 @@ def paged_attention(
     Raises:
         ValueError: The named backend cannot take these arguments, or is not installed.
     """
-    fits = _fits_numba(k_pages) and _fits_numba(v_pages)
-    name = _choose(backend, q.device, "attention", fits_numba=fits, fits_triton=False)
-    module = _module("cpu_attention") if name == "numba" else reference
+    pages = (k_pages, v_pages)
+    fits_triton = all(
+        page.stride(-1) == 1 and page.shape[-1] <= _WIDEST_HEAD and page.is_floating_point()
+        for page in pages
+    )
+    fits_numba = all(map(_fits_numba, pages))
+    name = _choose(backend, q.device, "attention", fits_numba=fits_numba, fits_triton=fits_triton)
+    module = _module(_ATTENTION[name]) if name in _ATTENTION else reference
     assert module is not None  # _choose has imported it
     return module.paged_attention(  # type: ignore[no-any-return]
         q,
@@ -128,9 +135,10 @@ def write_kv(
     Raises:
         ValueError: The named backend cannot take these arguments, or is not installed.
     """
-    fits = k_pages.dtype in _KV_DTYPES and v_pages.dtype in _KV_DTYPES
-    name = _choose(backend, k.device, "attention", fits_numba=fits, fits_triton=False)
-    module = _module("cpu_attention") if name == "numba" else reference
+    fits_numba = k_pages.dtype in _KV_DTYPES and v_pages.dtype in _KV_DTYPES
+    fits_triton = k_pages.stride(-1) == v_pages.stride(-1) == 1
+    name = _choose(backend, k.device, "attention", fits_numba=fits_numba, fits_triton=fits_triton)
+    module = _module(_ATTENTION[name]) if name in _ATTENTION else reference
     assert module is not None  # _choose has imported it
     module.write_kv(k, v, k_pages, v_pages, slots)
 

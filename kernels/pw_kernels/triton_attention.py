@@ -1,0 +1,341 @@
+"""Paged attention and KV writes in Triton, for any GPU that Triton knows.
+
+One kernel serves decode and chunked prefill. A program takes a tile of queries of one sequence,
+with all query heads that share a key head, and walks the keys that the tile may see. Small batches
+are split over keys: cuts lie at fixed positions, so a token's result does not depend on the batch,
+and a second kernel merges the parts in ascending order. Grids depend on shapes alone and nothing
+waits for the device, so a call can be captured in a CUDA graph.
+
+Axes as in `reference.py`. A row is one (query, query head of the group) pair of a tile.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+SPLIT_KEYS = 512  # keys of a part; a multiple of every BLOCK_KEYS
+WORKSPACE_BYTES = 128 << 20  # larger batches walk all keys in one program
+LOG2E = tl.constexpr(1.4426950408889634)
+LOWEST = tl.constexpr(-1.0e30)  # below any score, and finite: differences of it are 0, not NaN
+SMALLEST_DOT = 16
+
+
+@triton.jit
+def write_kv_kernel(
+    source,  # [T, Hkv, D]
+    pages,  # [P, tok, Hkv, D]
+    slots,  # [T] int64
+    source_token,
+    source_head,
+    page_stride,
+    token_stride,
+    head_stride,
+    HEADS: tl.constexpr,
+    SIZE: tl.constexpr,
+    TOKENS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Store one token's keys or values at its slot."""
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + token)
+    if slot < 0:
+        return
+    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    head, d = i // SIZE, i % SIZE
+    used = i < HEADS * SIZE
+    value = tl.load(source + token * source_token + head * source_head + d, mask=used)
+    target = pages + (slot // TOKENS) * page_stride + (slot % TOKENS) * token_stride
+    tl.store(target + head * head_stride + d, value.to(pages.dtype.element_ty), mask=used)
+
+
+@triton.jit
+def _sequence_of(query_start, step, index, SEQUENCES: tl.constexpr, PADDED: tl.constexpr):
+    """Last sequence b whose first tile, query_start[b] // step + b, is at most `index`.
+
+    Each sequence may waste part of a tile, so tiles are numbered with one to spare for each.
+    """
+    b = tl.arange(0, PADDED)
+    first = tl.load(query_start + b, mask=b < SEQUENCES, other=0) // step + b
+    return tl.sum(((first <= index) & (b < SEQUENCES)).to(tl.int32), 0) - 1
+
+
+@triton.jit
+def attention_kernel(
+    q,  # [T, Hq, Dk]
+    k_pages,  # [P, tok, Hkv, Dk]
+    v_pages,  # [P, tok, Hkv, Dv]
+    block_tables,  # [B, M] int32
+    query_start,  # [B+1] int32
+    seq_lens,  # [B] int32
+    sinks,  # [Hq] fp32, or anything if not HAS_SINKS
+    out,  # [T, Hq, Dv]; or [T, Hq, parts, Dv] fp32 if SPLIT
+    extremes,  # [T, Hq, parts, 2] fp32: maximum (base 2) and sum, if SPLIT
+    scale,
+    softcap,
+    window,
+    q_token,
+    q_head,
+    k_page,
+    k_token,
+    k_head,
+    v_page,
+    v_token,
+    v_head,
+    table_row,
+    parts,
+    SEQUENCES: tl.constexpr,
+    PADDED_SEQUENCES: tl.constexpr,
+    HEADS: tl.constexpr,  # Hq
+    GROUP: tl.constexpr,  # Hq / Hkv
+    TOKENS: tl.constexpr,  # of a page
+    KEY_SIZE: tl.constexpr,
+    VALUE_SIZE: tl.constexpr,
+    KEY_BLOCK: tl.constexpr,  # Dk as a power of two
+    VALUE_BLOCK: tl.constexpr,
+    PADDED_GROUP: tl.constexpr,
+    QUERIES: tl.constexpr,  # of a tile
+    ROWS: tl.constexpr,  # QUERIES * PADDED_GROUP
+    KEYS: tl.constexpr,  # of one step
+    SPLIT: tl.constexpr,  # keys of a part, 0 for one part
+    HAS_WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    FP32: tl.constexpr,  # multiply in fp32
+):
+    """Attention of one tile of queries over its keys, or over one part of them."""
+    tile, kv_head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    sequence = _sequence_of(query_start, QUERIES, tile, SEQUENCES, PADDED_SEQUENCES)
+    start = tl.load(query_start + sequence)
+    count = tl.load(query_start + sequence + 1) - start
+    first = (tile - start // QUERIES - sequence) * QUERIES  # among the sequence's queries
+    if first >= count:
+        return
+    length = tl.load(seq_lens + sequence)
+    last_query = tl.minimum(first + QUERIES, count) - 1
+    low = 0
+    high = length - count + last_query + 1
+    if HAS_WINDOW:
+        low = tl.maximum(0, length - count + first - window + 1)
+    begin = low // KEYS * KEYS
+    if SPLIT > 0:
+        begin = tl.maximum(begin, part * SPLIT)
+        high = tl.minimum(high, (part + 1) * SPLIT)
+        if begin >= high:
+            return
+
+    row = tl.arange(0, ROWS)
+    query = first + row // PADDED_GROUP
+    head = kv_head * GROUP + row % PADDED_GROUP
+    used = (query < count) & (row % PADDED_GROUP < GROUP)
+    position = length - count + query
+    dk, dv = tl.arange(0, KEY_BLOCK), tl.arange(0, VALUE_BLOCK)
+    token = (start + query).to(tl.int64)
+    q_rows = q + token * q_token + head * q_head
+    queries = tl.load(
+        q_rows[:, None] + dk[None, :], mask=used[:, None] & (dk < KEY_SIZE)[None, :], other=0.0
+    )
+    if FP32:
+        queries = queries.to(tl.float32)
+    total = tl.zeros((ROWS, VALUE_BLOCK), dtype=tl.float32)
+    peak = tl.full((ROWS,), LOWEST, dtype=tl.float32)
+    mass = tl.zeros((ROWS,), dtype=tl.float32)
+    if HAS_SINKS:
+        peak = tl.load(sinks + head, mask=used, other=0.0) * LOG2E
+        mass += 1.0
+    table = block_tables + sequence.to(tl.int64) * table_row
+    for at in range(begin, high, KEYS):
+        key = at + tl.arange(0, KEYS)
+        present = (key >= low) & (key < high)
+        page = tl.load(table + key // TOKENS, mask=present, other=0).to(tl.int64)
+        slot = key % TOKENS
+        k_rows = k_pages + page * k_page + slot * k_token + kv_head * k_head
+        keys = tl.load(
+            k_rows[None, :] + dk[:, None],
+            mask=present[None, :] & (dk < KEY_SIZE)[:, None],
+            other=0.0,
+        )
+        v_rows = v_pages + page * v_page + slot * v_token + kv_head * v_head
+        values = tl.load(
+            v_rows[:, None] + dv[None, :],
+            mask=present[:, None] & (dv < VALUE_SIZE)[None, :],
+            other=0.0,
+        )
+        if FP32:
+            keys, values = keys.to(tl.float32), values.to(tl.float32)
+        score = tl.dot(queries, keys, input_precision="ieee") * scale
+        if HAS_SOFTCAP:
+            score = softcap * (2 * tl.sigmoid(2 * score / softcap) - 1)
+        visible = present[None, :] & (key[None, :] <= position[:, None])
+        if HAS_WINDOW:
+            visible &= key[None, :] > position[:, None] - window
+        score = tl.where(visible, score * LOG2E, float("-inf"))
+        higher = tl.maximum(peak, tl.max(score, 1))
+        weight = tl.exp2(score - higher[:, None])
+        shrink = tl.exp2(peak - higher)
+        mass = mass * shrink + tl.sum(weight, 1)
+        total = tl.dot(
+            weight.to(values.dtype), values, total * shrink[:, None], input_precision="ieee"
+        )
+        peak = higher
+    if SPLIT > 0:
+        target = (token * HEADS + head) * parts + part
+        tl.store(extremes + target * 2, peak, mask=used)
+        tl.store(extremes + target * 2 + 1, mass, mask=used)
+    else:
+        target = token * HEADS + head
+        total = total / tl.where(used, mass, 1.0)[:, None]
+    tl.store(
+        out + target[:, None] * VALUE_SIZE + dv[None, :],
+        total.to(out.dtype.element_ty),
+        mask=used[:, None] & (dv < VALUE_SIZE)[None, :],
+    )
+
+
+@triton.jit
+def merge_kernel(
+    partial,  # [T, Hq, parts, Dv] fp32
+    extremes,  # [T, Hq, parts, 2] fp32
+    query_start,  # [B+1] int32
+    seq_lens,  # [B] int32
+    sinks,  # [Hq] fp32, or anything if not HAS_SINKS
+    out,  # [T, Hq, Dv]
+    window,
+    parts,
+    SEQUENCES: tl.constexpr,
+    PADDED_SEQUENCES: tl.constexpr,
+    HEADS: tl.constexpr,
+    VALUE_SIZE: tl.constexpr,
+    VALUE_BLOCK: tl.constexpr,
+    SPLIT: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+):
+    """Merge the parts of one (query, head) in ascending order; zero where there is no sequence."""
+    token, head = tl.program_id(0), tl.program_id(1)
+    b = tl.arange(0, PADDED_SEQUENCES)
+    starts = tl.load(query_start + b, mask=b < SEQUENCES, other=0)
+    sequence = tl.sum(((starts <= token) & (b < SEQUENCES)).to(tl.int32), 0) - 1
+    end = tl.load(query_start + sequence + 1)
+    position = tl.load(seq_lens + sequence) - end + token
+    dv = tl.arange(0, VALUE_BLOCK)
+    row = token.to(tl.int64) * HEADS + head
+    total = tl.zeros((VALUE_BLOCK,), dtype=tl.float32)
+    peak = tl.full((), LOWEST, tl.float32)
+    mass = tl.full((), 0.0, tl.float32)
+    if HAS_SINKS:
+        peak = tl.load(sinks + head) * LOG2E
+        mass += 1.0
+    low = 0
+    if HAS_WINDOW:
+        low = tl.maximum(0, position - window + 1)
+    high = tl.where(token < end, position // SPLIT + 1, 0)
+    for part in range(low // SPLIT, high):
+        at = row * parts + part
+        part_peak = tl.load(extremes + at * 2)
+        part_mass = tl.load(extremes + at * 2 + 1)
+        value = tl.load(partial + at * VALUE_SIZE + dv, mask=dv < VALUE_SIZE, other=0.0)
+        higher = tl.maximum(peak, part_peak)
+        shrink, grow = tl.exp2(peak - higher), tl.exp2(part_peak - higher)
+        total = total * shrink + value * grow
+        mass = mass * shrink + part_mass * grow
+        peak = higher
+    total = tl.where(token < end, total / tl.where(token < end, mass, 1.0), 0.0)
+    tl.store(out + row * VALUE_SIZE + dv, total.to(out.dtype.element_ty), mask=dv < VALUE_SIZE)
+
+
+def write_kv(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor) -> None:
+    """As `reference.write_kv`; the last dimension of each tensor must be dense."""
+    for source, pages in ((k, k_pages), (v, v_pages)):
+        tokens, heads, size = source.shape
+        if not tokens:
+            return
+        if source.stride(-1) != 1:
+            source = source.contiguous()
+        block = min(1024, triton.next_power_of_2(heads * size))
+        write_kv_kernel[(tokens, triton.cdiv(heads * size, block))](
+            source, pages, slots, source.stride(0), source.stride(1), *pages.stride()[:3],
+            HEADS=heads, SIZE=size, TOKENS=pages.shape[1], BLOCK=block,
+        )  # fmt: skip
+
+
+def paged_attention(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    block_tables: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """As `reference.paged_attention`; products are in the pages' dtype where `q` has it too."""
+    tokens, heads, key_size = q.shape
+    page_tokens, kv_heads, value_size = v_pages.shape[1:]
+    sequences, blocks = block_tables.shape
+    out = torch.empty(tokens, heads, value_size, dtype=q.dtype, device=q.device)
+    if not tokens or not sequences:
+        return out.zero_()
+    if q.stride(-1) != 1:
+        q = q.contiguous()
+    parts = triton.cdiv(blocks * page_tokens, SPLIT_KEYS)
+    split = parts > 1 and tokens * heads * parts * (value_size + 2) * 4 <= WORKSPACE_BYTES
+    group = heads // kv_heads
+    same_dtype = q.dtype == k_pages.dtype == v_pages.dtype
+    shape = _tile_shape(tokens, sequences, group, max(key_size, value_size))
+    common: dict[str, Any] = {
+        "SEQUENCES": sequences,
+        "PADDED_SEQUENCES": triton.next_power_of_2(sequences),
+        "HEADS": heads,
+        "VALUE_SIZE": value_size,
+        "VALUE_BLOCK": max(SMALLEST_DOT, triton.next_power_of_2(value_size)),
+        "SPLIT": SPLIT_KEYS if split else 0,
+        "HAS_WINDOW": window is not None,
+    }
+    sink_scores = seq_lens if sinks is None else sinks.float().contiguous()
+    target = extremes = out
+    if split:
+        rows = (tokens, heads, parts)
+        target = torch.empty(*rows, value_size, dtype=torch.float32, device=q.device)
+        extremes = torch.empty(*rows, 2, dtype=torch.float32, device=q.device)
+    else:
+        out.zero_()
+    grid = (tokens // shape["QUERIES"] + sequences, kv_heads, parts if split else 1)
+    attention_kernel[grid](
+        q, k_pages, v_pages, block_tables, query_start, seq_lens, sink_scores, target, extremes,
+        scale, softcap or 0.0, window or 0, *q.stride()[:2], *k_pages.stride()[:3],
+        *v_pages.stride()[:3], block_tables.stride(0), parts,
+        GROUP=group, TOKENS=page_tokens, KEY_SIZE=key_size,
+        KEY_BLOCK=max(SMALLEST_DOT, triton.next_power_of_2(key_size)),
+        HAS_SOFTCAP=softcap is not None, HAS_SINKS=sinks is not None and not split,
+        FP32=not same_dtype or q.dtype == torch.float32, **common, **shape,
+    )  # fmt: skip
+    if split:
+        merge_kernel[(tokens, heads)](
+            target, extremes, query_start, seq_lens, sink_scores, out, window or 0, parts,
+            HAS_SINKS=sinks is not None, **common,
+        )  # fmt: skip
+    return out
+
+
+def _tile_shape(tokens: int, sequences: int, group: int, size: int) -> dict[str, int]:
+    """Tile sizes: few rows for decode, many for prompts, fewer where heads are wide."""
+    padded = triton.next_power_of_2(group)
+    wide = size > 256
+    rows = SMALLEST_DOT if tokens <= sequences else 32 if wide else 64
+    rows = max(rows, padded)
+    return {
+        "PADDED_GROUP": padded,
+        "ROWS": rows,
+        "QUERIES": rows // padded,
+        "KEYS": 32 if wide else 64,
+        "num_warps": 8 if wide else 4,
+        "num_stages": 2 if size > 128 else 3,
+    }
