@@ -29,7 +29,7 @@ class CalibrationConfig:
     """Which text calibrates a model. Offline stages that run the model take it whole."""
 
     dataset: str = "bundled"  # "bundled", or a path to .jsonl (text | messages) or .txt
-    nsamples: int = 64
+    nsamples: int = 128
     seqlen: int = 512  # tokens
     seed: int = 0
 

@@ -283,6 +283,7 @@ class ArtifactWriter:
                 if f"os error {errno.ENOSPC}" in str(error):
                     raise OSError(errno.ENOSPC, str(error)) from error
                 raise
+            scratch.chmod(0o644)  # safetensors writes for the owner alone
             fsync_file(scratch)
             self._move_in({DENSE: scratch})
 
