@@ -4,7 +4,7 @@ import os
 
 # Read once, at the first import of triton by anyone; GPU tests run with TRITON_INTERPRET=0.
 os.environ.setdefault("TRITON_INTERPRET", "1")
-# Torch's threads wait for each other asleep, not spinning: on a busy machine that is ten times faster.
+# Torch's threads wait asleep, not spinning: ten times faster where other jobs share the cores.
 os.environ.setdefault("GOMP_SPINCOUNT", "0")
 
 import pytest

@@ -130,12 +130,10 @@ class Engine:
         """A safe point without a step, for planes that may come back while nothing runs.
 
         Returns:
-            Whether more such turns would do something now.
+            Whether later turns would do more.
         """
-        before = self._parts.precision.transitions
         self._safe_point(idle=True)
-        precision = self._parts.precision
-        return precision.moving or precision.transitions != before
+        return self._parts.precision.pending
 
     def generate(
         self, prompts: Seq[Seq[int]], params: SamplingParams | Seq[SamplingParams]

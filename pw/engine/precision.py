@@ -22,7 +22,7 @@ from pw.memory.mover import Mover
 from pw.memory.page_table import WeightPageTable
 from pw.memory.pool import PagePool
 from pw.planning.planner import Move, PlannerState, plan, plan_reload
-from pw.planning.pressure import PressurePolicy
+from pw.planning.pressure import HELD_UP, PressurePolicy
 from pw.planning.rebalance import rebalance
 
 _HISTORY = 64
@@ -38,8 +38,8 @@ class Precision(Relief, Protocol):
     plans: int
 
     @property
-    def moving(self) -> bool:
-        """Raises are under way."""
+    def pending(self) -> bool:
+        """More would change at later safe points, even if no request came."""
 
     @property
     def history(self) -> tuple[dict[str, object], ...]:
@@ -59,7 +59,7 @@ class Precision(Relief, Protocol):
 class FixedPrecision:
     """Static widths, or no widths at all (dense): nothing to release, nothing to raise."""
 
-    moving = False
+    pending = False
     history: tuple[dict[str, object], ...] = ()
     bytes_released = bytes_reloaded = transitions = plans = 0
 
@@ -97,8 +97,8 @@ class PrecisionBase:
         self.bytes_released = self.bytes_reloaded = self.transitions = self.plans = 0
 
     @property
-    def moving(self) -> bool:
-        """Raises are under way."""
+    def pending(self) -> bool:
+        """See `Precision`."""
         return bool(self._table.in_transfer)
 
     @property
@@ -205,7 +205,13 @@ class AdaptivePrecision(PrecisionBase):
         self._config = config
         self._pressure = PressurePolicy(config, self._page_bytes)
         self._rebalanced_at = 0
+        self._held_up = False  # dwell or transfer budget alone keep planes from coming back
         self._raised_at = np.full(table.geometry.blocks, -(1 << 30), dtype=np.int64)
+
+    @property
+    def pending(self) -> bool:
+        """See `Precision`."""
+        return self._held_up or bool(self._table.in_transfer)
 
     def release(self, pages: int, reason: str, *, last_resort: bool = False) -> int:
         """See `pw.engine.scheduler.Relief`."""
@@ -234,15 +240,16 @@ class AdaptivePrecision(PrecisionBase):
             pages_total=self._pool.num_pages,
             forecast_pages=pages_ahead,
             bits_below_max=below,
-            moving=self.moving,
+            moving=bool(self._table.in_transfer),
             idle=idle,
         )
+        self._held_up = decision.reload_pages > 0 or decision.reason in HELD_UP
         if decision.release_pages:
             self.release(decision.release_pages, decision.reason)
         elif decision.reload_pages:
             if not self._reload(decision.reload_pages, decision.reason):
                 self._pressure.reload_refused(turn, decision)
-        elif below and not self.moving and self._rebalance_is_due(turn):
+        elif below and not self._table.in_transfer and self._rebalance_is_due(turn):
             self._rebalance()
 
     def _reload(self, pages: int, reason: str) -> bool:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
 
@@ -11,6 +14,7 @@ from pw.engine.sequence import Chunk
 from pw.memory.kv_cache import KvCache
 from pw.models.skeleton import Skeleton
 
+_ONE_THREAD_MULTIPLIES = 32_000_000  # below, waking a second CPU thread costs more than it saves
 _LOGPROB_ROWS = 64  # rows of prompt logits normalised at a time, so that scratch stays small
 
 
@@ -26,6 +30,9 @@ class ModelRunner:
     def __init__(self, skeleton: Skeleton, experts: RoutedExperts, kv: KvCache) -> None:
         skeleton.bind_experts(experts)
         self._skeleton, self._experts, self._kv = skeleton, experts, kv
+        weights = skeleton.dense_bytes // skeleton.dtype.itemsize
+        on_cpu = skeleton.device.type == "cpu"
+        self._one_thread_tokens = _ONE_THREAD_MULTIPLIES // weights if on_cpu else 0
 
     @torch.inference_mode()
     def run(self, chunks: list[Chunk]) -> tuple[Tensor, dict[Chunk, list[float]]]:
@@ -40,7 +47,8 @@ class ModelRunner:
         self._experts.batch = batch
         rows, samples, scored = self._rows(chunks)
         keep = torch.tensor(rows, dtype=torch.int64, device=device)
-        logits = self._skeleton.forward(batch.input_ids, batch.positions, batch, keep)
+        with _one_thread(len(batch.input_ids) <= self._one_thread_tokens):
+            logits = self._skeleton.forward(batch.input_ids, batch.positions, batch, keep)
         self._experts.batch = None
         prompt_logprobs = {chunk: _logprobs(logits[span], chunk) for chunk, span in scored.items()}
         return logits[samples], prompt_logprobs
@@ -63,6 +71,20 @@ class ModelRunner:
                 rows.append(start - 1)
         # A step of prompt chunks alone samples nothing; the model still wants one row.
         return rows or [start - 1], samples, scored
+
+
+@contextmanager
+def _one_thread(small: bool) -> Iterator[None]:
+    """Run a small step of torch on one thread: waiting for others would take most of its time."""
+    threads = torch.get_num_threads()
+    if not small or threads == 1:
+        yield
+        return
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _logprobs(logits: Tensor, chunk: Chunk) -> list[float]:

@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from pw.config import PlannerConfig
 
 LONGEST_DWELL = 8  # in units of dwell_steps
+HELD_UP = ("moving", "dwell", "transfer_budget")  # reasons that time alone removes
 _CHUNKS = 4  # a full bucket is worth this many reload chunks
 
 

@@ -220,7 +220,8 @@ def test_bench_measures_both_sides_and_leaves_nothing(
     assert done.code == 0, done.err
     result = json.loads(done.out)
     assert result["planner_entries"] == 17_280
-    assert 0 < result["planner_seconds"] < 1 < result["calibrate_seconds"]
+    assert 0 < result["planner_seconds"] < 1
+    assert result["calibrate_seconds"] > 0
     [row] = result["tokens_per_second"]
     assert (row["batch_size"], row["input_len"], row["output_len"]) == (2, 5, 4)
     assert row["pw"] > 0 < row["transformers"]

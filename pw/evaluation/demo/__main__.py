@@ -32,7 +32,7 @@ from pw.evaluation.demo.report import (
 from pw.evaluation.demo.scoring import Comparison, Score, Scorer, at_equal_bytes
 from pw.evaluation.demo.settings import MODEL, DemoSettings, heldout_documents
 from pw.evaluation.demo.snapshots import bits_at, spread
-from pw.evaluation.demo.timeline import Observer
+from pw.evaluation.demo.timeline import QUIET, Observer
 from pw.evaluation.demo.view import View
 from pw.evaluation.perplexity import cut_chunks
 from pw.models.tokenizer import load_tokenizer
@@ -117,7 +117,7 @@ async def run_load(settings: DemoSettings, url: str, console: Console) -> Run:
                 for number, wave in enumerate(settings.waves):
                     observer.timeline.mark(wave.name)
                     await run_wave(client, wave, passages, 1000 * number, answers.append)
-                    observer.timeline.mark("quiet")
+                    observer.timeline.mark(QUIET)
                     await observer.settle(first.mean_bits, settings.settle_seconds)
                     await asyncio.sleep(settings.quiet_seconds)
             finally:

@@ -10,7 +10,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from pw.evaluation.demo.timeline import PlanKind, Timeline
+from pw.evaluation.demo.timeline import QUIET, PlanKind, Timeline
 from pw.evaluation.demo.view import BITS, FREE, KV, WEIGHTS
 
 _INK, _FAINT = "#2b2f36", "#8a919c"
@@ -42,7 +42,7 @@ def plot_timeline(timeline: Timeline, title: str, path: Path) -> None:
     for axes in (memory, plans, requests):
         _dress(axes)
         for start, _ in timeline.marks:
-            axes.axvline(start, color=_FAINT, linewidth=0.8, linestyle=(0, (2, 3)))
+            axes.axvline(start, color=_INK, linewidth=0.8, linestyle=(0, (2, 3)), alpha=0.6)
     requests.set_xlim(seconds[0], seconds[-1])
     requests.set_xlabel("seconds", color=_INK)
     figure.savefig(path)
@@ -76,6 +76,8 @@ def _draw_memory(axes: Axes, timeline: Timeline, seconds: Sequence[float]) -> No
     bits.tick_params(axis="y", colors=BITS, length=0)
     bits.spines[:].set_visible(False)
     for start, name in timeline.marks:
+        if name == QUIET:
+            continue
         axes.annotate(
             name,
             (start, total),

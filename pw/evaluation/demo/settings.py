@@ -20,9 +20,9 @@ class DemoSettings:
     """What one run of the demo does. Defaults: under 4 minutes on two CPU cores."""
 
     waves: tuple[Wave, ...] = (
-        Wave("conversations that grow", 5, 12, 10, 18, 0.25),
-        Wave("a burst of requests", 14, 1, 90, 90, 0.0),
-        Wave("long documents", 3, 3, 130, 60, 0.5),
+        Wave("conversations that grow", 5, 14, 8, 15, 0.2),
+        Wave("a burst of requests", 24, 1, 90, 110, 0.0),
+        Wave("long documents", 3, 4, 100, 50, 0.2),
     )
     room_share: float = 0.6  # KV room beside the widest experts, as a share of their bytes
     max_num_seqs: int = 8

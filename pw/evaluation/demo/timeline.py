@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import httpx
 
+QUIET = "quiet"  # mark of a time without load
 PlanKind = Literal["release", "reload", "trade"]
 
 _RELOADS, _TRADES = ("headroom", "idle"), ("rebalance",)  # every other reason releases
