@@ -51,10 +51,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="demo", description=__doc__)
     parser.add_argument("--artifact", type=Path, default=Path("artifacts/tiny.pw"))
     parser.add_argument("--output", type=Path, default=Path("artifacts/demo"))
+    parser.add_argument("--overwrite", action="store_true", help="make the artifact anew")
     options = parser.parse_args(arguments)
     terminal = sys.stdout.isatty()
-    console = Console(width=None if terminal else 130, soft_wrap=not terminal)
+    console = Console(width=None if terminal else 100, soft_wrap=not terminal)
     try:
+        make_artifact(options.artifact, options.overwrite, console)
         return run_demo(DemoSettings(), options.artifact, options.output, console)
     except (PwError, OSError, httpx.HTTPError) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -63,15 +65,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
 
 
+def make_artifact(artifact: Path, overwrite: bool, console: Console) -> None:
+    """Calibrate the bundled model and fit residuals; stages that are done are not done again."""
+    console.rule("1. calibrate the bundled model and fit residuals", align="left")
+    flags = ["--overwrite"] if overwrite else []
+    run_command(["calibrate", MODEL, "-o", str(artifact), *flags])
+    run_command(["fit-residuals", str(artifact), *flags])
+
+
 def run_demo(settings: DemoSettings, artifact: Path, output: Path, console: Console) -> int:
-    """All four parts of the demo; see `main`."""
+    """Serve an artifact under the load, score what it did, report and check.
+
+    Returns:
+        See `main`.
+    """
     started = time.monotonic()
     shutil.rmtree(output, ignore_errors=True)
     output.mkdir(parents=True)
-
-    console.rule("1. calibrate the bundled model and fit residuals", align="left")
-    run_command(["calibrate", MODEL, "-o", str(artifact)])
-    run_command(["fit-residuals", str(artifact)])
 
     console.rule("2. serve it under a load that does not fit", align="left")
     store = Artifact.open(artifact)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ class Wave:
     turns: int
     passage_tokens: int  # about so many new tokens of text with each turn
     answer_tokens: int  # exactly so many tokens made in each turn
-    think_seconds: float  # a client's pause between an answer and its next turn
+    think_seconds: float  # mean pause of a client between an answer and its next turn
 
     @property
     def requests(self) -> int:
@@ -149,10 +150,11 @@ async def run_wave(
         client: Knows the server.
         wave: What to send.
         passages: Where the text comes from.
-        seed: Of the first request; every request has its own.
+        seed: Of the first request; every request has its own. Pauses follow from it too.
         done: Called with each answer as it comes.
     """
     seeds = itertools.count(seed)
+    pauses = random.Random(seed)
 
     async def converse() -> None:
         read, context = passages.new_client(), ""
@@ -163,6 +165,6 @@ async def run_wave(
             )
             done(answer)
             context += answer.text
-            await asyncio.sleep(wave.think_seconds)
+            await asyncio.sleep(pauses.uniform(0, 2 * wave.think_seconds))
 
     await asyncio.gather(*(converse() for _ in range(wave.clients)))

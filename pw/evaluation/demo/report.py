@@ -17,6 +17,8 @@ from pw.evaluation.demo.checks import Check, Run
 from pw.evaluation.demo.scoring import Comparison, Score
 from pw.evaluation.demo.view import mebibytes
 
+_MEBI = 2**20
+
 
 def print_run(console: Console, run: Run, budget: int) -> None:
     """Requests, bits, pages and bytes of the load."""
@@ -53,8 +55,8 @@ def run_rows(run: Run, budget: int) -> list[tuple[str, str]]:
         ),
         (
             "moved",
-            f"{(last.bytes_released - first.bytes_released) / 2**20:.1f} MiB released, "
-            f"{(last.bytes_reloaded - first.bytes_reloaded) / 2**20:.1f} MiB reloaded, by "
+            f"{(last.bytes_released - first.bytes_released) / _MEBI:.1f} MiB released, "
+            f"{(last.bytes_reloaded - first.bytes_reloaded) / _MEBI:.1f} MiB reloaded, by "
             f"{kinds.count('release')} releases, {kinds.count('reload')} reloads, "
             f"{kinds.count('trade')} trades",
         ),
@@ -70,58 +72,68 @@ def run_rows(run: Run, budget: int) -> list[tuple[str, str]]:
 
 
 def print_quality(console: Console, comparison: Comparison, tokens: int) -> None:
-    """Perplexity beside all bytes by class."""
-    chunks = len(comparison.dense.nll)
-    table = Table(
-        title=f"held-out perplexity, {chunks} chunks of {tokens} tokens; MiB by class",
-        title_justify="left",
-        box=None,
-        padding=(0, 2, 0, 0),
-    )
-    for heading in ("policy", "bits", "planes", "LUTs", "experts", "others", "tables", "ppl"):
-        table.add_column(heading, justify="left" if heading == "policy" else "right")
+    """Perplexity beside the bytes of the experts, then all bytes by class."""
+    dense, adaptive = comparison.dense, comparison.adaptive
+    table = _table(f"held-out perplexity, {len(dense.nll)} chunks of {tokens} tokens")
+    for heading in ("mean bits", "experts, MiB", "share", "perplexity"):
+        table.add_column(heading, justify="right")
     table.add_column("loss over unquantized, nats a token [95 %]")
-    for score in (comparison.dense, *comparison.uniform, comparison.adaptive):
-        interval = "" if score is comparison.dense else str(comparison.over_dense(score.nll))
-        style = "bold" if score is comparison.adaptive else ""
-        table.add_row(*_cells(score), interval, style=style)
-    table.add_row(
-        "uniform, same bytes",
-        "",
-        *("",) * 2,
-        f"{comparison.adaptive.expert_bytes.mean() / 2**20:.2f}",
-        *("",) * 2,
-        f"{math.exp(comparison.equal_bytes.mean()):.3f}",
-        str(comparison.over_dense(comparison.equal_bytes)),
-    )
+    whole = dense.expert_bytes.mean()
+    rows = [
+        (each.policy, f"{each.bits.mean():.2f}", each.expert_bytes, each.nll)
+        for each in _scores(comparison)
+    ]
+    rows.append(("uniform, same bytes", "", adaptive.expert_bytes, comparison.equal_bytes))
+    for policy, bits, size, nll in rows:
+        table.add_row(
+            policy,
+            bits,
+            f"{size.mean() / _MEBI:.2f}",
+            f"{size.mean() / whole:.0%}",
+            f"{math.exp(nll.mean()):.3f}",
+            "" if nll is dense.nll else str(comparison.over_dense(nll)),
+            style="bold" if nll is adaptive.nll else "",
+        )
     console.print(table)
     console.print(
         f"adaptive: {comparison.snapshots} snapshots of the widths that the run had, evenly spread "
-        "over its steps, each scoring its share of the chunks; "
-        "same bytes: uniform widths, interpolated, at the bytes of the same snapshots.\n"
-        f"adaptive minus uniform at the same bytes: {comparison.against_equal_bytes} nats a token, "
-        "paired by chunk; below zero is better.",
+        "over its steps; each scores its share of the chunks.\n"
+        "uniform, same bytes: between the two uniform widths around the bytes of each snapshot.\n"
+        f"adaptive minus that: {comparison.against_equal_bytes} nats a token, paired by chunk; "
+        "below zero is better.\n",
         highlight=False,
         soft_wrap=True,
     )
+    console.print(bytes_table(comparison))
 
 
-def _cells(score: Score) -> list[str]:
-    """One policy's row up to its perplexity."""
-    held = score.bytes
-    sizes = (
-        held.planes,
-        held.luts,
-        held.planes + held.luts + held.experts_dense,
-        held.dense + held.workspace,
-        held.tables,
-    )
-    return [
-        score.policy,
-        f"{score.bits.mean():.2f}",
-        *(f"{size / 2**20:.2f}" for size in sizes),
-        f"{score.perplexity:.3f}",
-    ]
+def bytes_table(comparison: Comparison) -> Table:
+    """All bytes that were charged while scoring, without KV, in MiB."""
+    table = _table("MiB by class while scoring, KV and free pages left out")
+    for heading in ("planes", "LUTs", "unquantized", "padding", "other weights"):
+        table.add_column(heading, justify="right")
+    for heading in ("tables", "workspace", "sum"):
+        table.add_column(heading, justify="right")
+    for score in _scores(comparison):
+        held = score.bytes
+        sizes = (
+            *(held.planes, held.luts, held.experts_dense, held.padding, held.dense),
+            *(held.tables, held.workspace, held.total - held.kv - held.free),
+        )
+        table.add_row(score.policy, *(f"{size / _MEBI:.2f}" for size in sizes))
+    table.caption = "padding is inside the pages of planes and LUTs"
+    return table
+
+
+def _table(title: str) -> Table:
+    table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
+    table.caption_justify = "left"
+    table.add_column("policy")
+    return table
+
+
+def _scores(comparison: Comparison) -> tuple[Score, ...]:
+    return (comparison.dense, *comparison.uniform, comparison.adaptive)
 
 
 def print_checks(console: Console, checks: Sequence[Check]) -> None:
@@ -143,9 +155,7 @@ def write_results(
         "checks": [asdict(check) for check in checks],
         "run": dict(run_rows(run, budget)),
         "answers": [asdict(answer) for answer in run.answers],
-        "scores": [
-            _plain(score) for score in (comparison.dense, *comparison.uniform, comparison.adaptive)
-        ],
+        "scores": [_plain(score) for score in _scores(comparison)],
         "uniform_at_equal_bytes_nll": comparison.equal_bytes.tolist(),
         "adaptive_minus_equal_bytes": asdict(comparison.against_equal_bytes),
         "samples": samples,

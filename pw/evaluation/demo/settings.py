@@ -33,7 +33,7 @@ class DemoSettings:
     quiet_seconds: float = 1.0  # between two waves, after the bits have come back
     settle_seconds: float = 30.0  # within which they must
     snapshots: int = 16
-    chunks: int = 48
+    chunks: int = 64
     chunk_tokens: int = 512
 
     @property

@@ -101,6 +101,11 @@ class Timeline:
         """The newest sample."""
         return self.samples[-1]
 
+    @property
+    def finished(self) -> int:
+        """Requests finished since the first sample."""
+        return self.last.finished - self.first.finished
+
     def least_bits(self) -> float:
         """Fewest mean bits of any sample."""
         return min(sample.mean_bits for sample in self.samples)

@@ -52,17 +52,18 @@ class View:
             self._live.update(picture(timeline, self._requests))
         elif not self._console.is_terminal and timeline.last.seconds >= self._next_line:
             self._next_line = timeline.last.seconds + _SECONDS_BETWEEN_LINES
-            self._console.print(line(timeline.last, self._requests), markup=False, soft_wrap=True)
+            self._console.print(line(timeline, self._requests), markup=False, soft_wrap=True)
 
 
-def line(sample: Sample, requests: int) -> str:
-    """One sample in one line."""
+def line(timeline: Timeline, requests: int) -> str:
+    """The newest sample in one line."""
+    sample = timeline.last
     return (
         f"{sample.seconds:6.1f} s  {bar(sample, 30).plain}  "
         f"weights {mebibytes(sample, sample.pages_weights):4.2f} MiB at {sample.mean_bits:.2f} "
         f"bits, KV {mebibytes(sample, sample.pages_kv):4.2f}, "
         f"free {mebibytes(sample, sample.pages_free):4.2f} | running {sample.running}, "
-        f"waiting {sample.waiting}, finished {sample.finished}/{requests}, "
+        f"waiting {sample.waiting}, finished {timeline.finished}/{requests}, "
         f"preempted {sample.preemptions}"
     )
 
@@ -89,7 +90,7 @@ def picture(timeline: Timeline, requests: int) -> Panel:
     grid.add_row(
         "requests",
         f"running {sample.running}   waiting {sample.waiting}   "
-        f"finished {sample.finished} of {requests}   failed {sample.failed}   "
+        f"finished {timeline.finished} of {requests}   failed {sample.failed}   "
         f"preempted {sample.preemptions}",
     )
     name = timeline.marks[-1][1] if timeline.marks else "start"
