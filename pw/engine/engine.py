@@ -12,11 +12,14 @@ Between two steps nothing reads the arena: that is where bits may change.
 
 from __future__ import annotations
 
+import threading
 import time
+from collections import deque
 from collections.abc import Sequence as Seq
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from pw.config import EngineConfig
@@ -42,7 +45,10 @@ class Completion:
 
 
 class Engine:
-    """A model inside a memory budget. Not thread-safe; `AsyncEngine` gives it a thread."""
+    """A model inside a memory budget. `AsyncEngine` gives it a thread.
+
+    One thread calls it; `status` alone may be called from others.
+    """
 
     def __init__(self, parts: Parts, config: EngineConfig) -> None:
         self._parts, self._config = parts, config
@@ -52,8 +58,10 @@ class Engine:
         self._admission = Admission(parts, config)
         self._sequences: dict[str, Sequence] = {}
         self._counters = Counters()
-        self._step = self._turn = 0
+        self._step = self._turn = self._generated = 0
         self._last_step_time = time.monotonic()
+        # Held while pages and queues change, not while the model runs: what `status` sees adds up.
+        self._books = threading.Lock()
 
     @classmethod
     def from_artifact(cls, path: str | Path, config: EngineConfig) -> Engine:
@@ -80,11 +88,9 @@ class Engine:
             raise ValueError(f"request id is in use: {request_id}")
         waiting = len(self._parts.scheduler.waiting)
         sequence = self._admission.admit(request_id, prompt_token_ids, params, waiting)
-        sequence.metrics.arrival = time.monotonic()
-        if self._parts.quality is not None:
-            sequence.statistics = self._parts.quality.statistics()
-        self._sequences[request_id] = sequence
-        self._parts.scheduler.waiting.append(sequence)
+        with self._books:
+            self._sequences[request_id] = sequence
+            self._parts.scheduler.waiting.append(sequence)
         if self._config.trace_requests:
             self._parts.trace.write(
                 "request",
@@ -99,8 +105,9 @@ class Engine:
         sequence = self._sequences.get(request_id)
         if sequence is None:
             return None
-        self._counters.aborted += 1
-        self._forget(sequence)
+        with self._books:
+            self._counters.aborted += 1
+            self._forget(sequence)
         return finish_without_token(sequence, "abort", self._mean_bits())
 
     def has_work(self) -> bool:
@@ -112,18 +119,25 @@ class Engine:
     def step(self) -> list[RequestOutput]:
         """Advance all running requests by one forward pass; what is new, per request."""
         parts = self._parts
-        self._safe_point(idle=False)
-        chunks = parts.scheduler.schedule()
+        with self._books:
+            self._safe_point(idle=False)
+            chunks = parts.scheduler.schedule()
         if parts.table is not None:
             parts.table.publish()
         if not chunks:
             return []
+        self._open_statistics(chunks)
         logits, prompt_logprobs = parts.runner.run(chunks)
-        outputs = self._take_in(chunks, logits, prompt_logprobs)
-        if parts.quality is not None:
-            parts.quality.after_step(parts.scheduler.running)
-        self._step += 1
-        self._last_step_time = time.monotonic()
+        ready = [chunk.sequence for chunk in chunks if chunk.samples]
+        tokens = self._choose(ready, logits)
+        with self._books:
+            for chunk in chunks:
+                self._book(chunk, prompt_logprobs.get(chunk))
+            outputs = list(map(self._take_in, ready, tokens, logits))
+            if parts.quality is not None:
+                parts.quality.after_step(parts.scheduler.running)
+            self._step += 1
+            self._last_step_time = time.monotonic()
         return outputs
 
     def idle_turn(self) -> bool:
@@ -138,15 +152,30 @@ class Engine:
     def generate(
         self, prompts: Seq[Seq[int]], params: SamplingParams | Seq[SamplingParams]
     ) -> list[Completion]:
-        """Run prompts to their ends, batched; completions in the order of the prompts."""
+        """Run prompts to their ends, batched; completions in the order of the prompts.
+
+        Raises:
+            RequestError: A prompt is refused; none of the others is left in the engine.
+            ValueError: The engine has other requests.
+        """
+        if self._sequences:
+            raise ValueError(f"the engine has {len(self._sequences)} other requests")
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
-        ids = [f"generate-{self._turn}-{number}" for number in range(len(prompts))]
-        for name, prompt, its in zip(ids, prompts, each, strict=True):
-            self.add_request(name, prompt, its)
+        self._generated += 1
+        ids = [f"generate-{self._generated}-{number}" for number in range(len(prompts))]
+        later = deque(zip(ids, prompts, each, strict=True))
         outputs: dict[str, list[RequestOutput]] = {name: [] for name in ids}
-        while self.has_work():
-            for output in self.step():
-                outputs[output.request_id].append(output)
+        waiting, most = self._parts.scheduler.waiting, self._config.max_num_queued_reqs
+        try:
+            while later or self.has_work():
+                while later and len(waiting) < most:
+                    self.add_request(*later.popleft())
+                for output in self.step():
+                    outputs[output.request_id].append(output)
+        except BaseException:
+            for name in ids:
+                self.abort(name)
+            raise
         return [_join(outputs[name]) for name in ids]
 
     def close(self) -> None:
@@ -162,7 +191,10 @@ class Engine:
 
     def status(self) -> EngineStatus:
         """A snapshot. Safe to take from another thread while a step runs."""
-        return snapshot(self._parts, self._config, self._counters, self._step, self._last_step_time)
+        with self._books:
+            return snapshot(
+                self._parts, self._config, self._counters, self._step, self._last_step_time
+            )
 
     def check_integrity(self) -> None:
         """Check every invariant of DESIGN section 6.
@@ -192,64 +224,59 @@ class Engine:
         )
         self._parts.precision.safe_point(self._step, self._turn, ahead, idle)
 
-    def _take_in(
-        self, chunks: list[Chunk], logits: Tensor, prompt_logprobs: dict[Chunk, list[float]]
-    ) -> list[RequestOutput]:
-        """Book what a step computed; sample the sequences that are at their end."""
-        now = time.monotonic()
+    def _open_statistics(self, chunks: list[Chunk]) -> None:
+        """Begin the statistics of prompts that begin, or begin again after a preemption."""
+        quality = self._parts.quality
         for chunk in chunks:
-            sequence = chunk.sequence
-            sequence.metrics.scheduled = sequence.metrics.scheduled or now
-            self._book(chunk, prompt_logprobs.get(chunk))
-        ready = [chunk.sequence for chunk in chunks if chunk.samples]
-        outputs: list[RequestOutput] = []
+            if quality is not None and chunk.start == 0 and chunk.sequence.eta is None:
+                chunk.sequence.statistics = quality.statistics()
+
+    def _choose(self, ready: list[Sequence], logits: Tensor) -> list[int | None]:
+        """Next token of each sequence, None where its logits are not finite."""
         if not ready:
-            return outputs
-        mean_bits = self._mean_bits()
-        finite = logits.sum(-1).isfinite().tolist()  # NaN and inf survive a sum
-        logits = logits[:, : self.tokenizer.vocab_size]
+            return []
+        finite = logits.sum(-1, dtype=torch.float32).isfinite().tolist()  # NaN and inf survive
         tokens = sample(
-            logits,
+            logits[:, : self.tokenizer.vocab_size],
             [seq.params for seq in ready],
-            [seq.generator for seq in ready],
+            [seq.generator if ok else None for seq, ok in zip(ready, finite, strict=True)],
             [blocked_tokens(seq, self._eos) for seq in ready],
         ).tolist()
-        for row, sequence in enumerate(ready):
-            sequence.metrics.first_token = sequence.metrics.first_token or now
-            if not finite[row]:
-                error = "the model gave logits that are not finite"
-                output = finish_without_token(sequence, "error", mean_bits, error)
-            elif sequence.max_tokens == 0:
-                output = finish_without_token(sequence, "length", mean_bits)
-            else:
-                count = sequence.params.logprobs
-                logprob = None
-                if count is not None:
-                    logprob = token_logprobs(logits[row], tokens[row], count)
-                output = accept_token(sequence, tokens[row], logprob, self._eos, mean_bits)
-                self._counters.generation_tokens += 1
-            outputs.append(output)
-            if output.finish_reason is not None:
-                sequence.metrics.finished = now
-                self._counters.count(output.finish_reason)
-                self._forget(sequence)
-        return outputs
+        return [token if ok else None for token, ok in zip(tokens, finite, strict=True)]
+
+    def _take_in(self, sequence: Sequence, token: int | None, logits: Tensor) -> RequestOutput:
+        """Book what a step gave a sequence that was at its end: logits [V]."""
+        mean_bits = self._mean_bits()
+        if token is None:
+            error = "the model gave logits that are not finite"
+            output = finish_without_token(sequence, "error", mean_bits, error)
+        elif sequence.max_tokens == 0:
+            output = finish_without_token(sequence, "length", mean_bits)
+        else:
+            count, logprob = sequence.params.logprobs, None
+            if count is not None:
+                logprob = token_logprobs(logits, token, count, self.tokenizer.vocab_size)
+            output = accept_token(sequence, token, logprob, self._eos, mean_bits)
+            self._counters.generation_tokens += 1
+        if output.finish_reason is not None:
+            self._counters.count(output.finish_reason)
+            self._forget(sequence)
+        return output
 
     def _book(self, chunk: Chunk, logprobs: list[float] | None) -> None:
         """The tokens of a chunk are in the cache now."""
         sequence = chunk.sequence
         end = chunk.start + chunk.count
         sequence.computed = end
-        if chunk.is_prompt:
-            self._counters.prompt_tokens += min(end, len(sequence.prompt)) - chunk.start
-        if sequence.params.prompt_logprobs and end > sequence.scored:
-            # A preempted sequence computes its prompt again: what was scored stays.
-            first: list[float | None] = [None] if sequence.scored == 0 else []
-            sequence.prompt_logprobs += [
-                *first,
-                *(logprobs or [])[max(0, sequence.scored - chunk.start) :],
-            ]
-            sequence.scored = end
+        # A preempted sequence computes its prompt again: what was counted and scored stays.
+        new = min(end, len(sequence.prompt)) - sequence.seen
+        if new > 0:
+            self._counters.prompt_tokens += new
+            if sequence.params.prompt_logprobs:
+                first: list[float | None] = [None] if sequence.seen == 0 else []
+                again = sequence.seen - chunk.start
+                sequence.prompt_logprobs += [*first, *(logprobs or [])[again:]]
+            sequence.seen += new
         if sequence.statistics is not None and end >= len(sequence.prompt):
             sequence.eta = sequence.statistics.eta()
             sequence.statistics = None

@@ -47,11 +47,28 @@ class ModelRunner:
         self._experts.batch = batch
         rows, samples, scored = self._rows(chunks)
         keep = torch.tensor(rows, dtype=torch.int64, device=device)
-        with _one_thread(len(batch.input_ids) <= self._one_thread_tokens):
-            logits = self._skeleton.forward(batch.input_ids, batch.positions, batch, keep)
+        logits = self._skeleton.forward(batch.input_ids, batch.positions, batch, keep)
         self._experts.batch = None
         prompt_logprobs = {chunk: _logprobs(logits[span], chunk) for chunk, span in scored.items()}
         return logits[samples], prompt_logprobs
+
+    @contextmanager
+    def threads_for(self, chunks: list[Chunk]) -> Iterator[None]:
+        """Keep torch to one CPU thread for a small step, from forward pass to sampling.
+
+        Waiting for the other threads would take most of its time, ten times so where other jobs
+        share the cores. A parallel call in between would pay for waking them again.
+        """
+        threads = torch.get_num_threads()
+        small = sum(chunk.count for chunk in chunks) <= self._one_thread_tokens
+        if not small or threads == 1:
+            yield
+            return
+        torch.set_num_threads(1)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(threads)
 
     @staticmethod
     def _rows(chunks: list[Chunk]) -> tuple[list[int], list[int], dict[Chunk, slice]]:
@@ -71,20 +88,6 @@ class ModelRunner:
                 rows.append(start - 1)
         # A step of prompt chunks alone samples nothing; the model still wants one row.
         return rows or [start - 1], samples, scored
-
-
-@contextmanager
-def _one_thread(small: bool) -> Iterator[None]:
-    """Run a small step of torch on one thread: waiting for others would take most of its time."""
-    threads = torch.get_num_threads()
-    if not small or threads == 1:
-        yield
-        return
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 def _logprobs(logits: Tensor, chunk: Chunk) -> list[float]:
