@@ -4,20 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 
+from tokenizers import Tokenizer
+
 from pw.config import EngineConfig
 from pw.engine.build import Parts
-from pw.engine.detokenizer import Detokenizer
+from pw.engine.detokenizer import Decoder, Detokenizer, byte_tokens
 from pw.engine.request import SamplingParams
 from pw.engine.sampling import make_generator
 from pw.engine.sequence import Sequence
-from pw.errors import RequestError
+from pw.errors import ModelError, RequestError
 
 
 class Admission:
     """Turns requests into sequences, or refuses them."""
 
     def __init__(self, parts: Parts, config: EngineConfig) -> None:
-        self._tokenizer = parts.tokenizer
+        tokenizer = getattr(parts.tokenizer.inner, "backend_tokenizer", None)
+        if tokenizer is None:
+            raise ModelError("the model's tokenizer has no fast form (tokenizer.json)")
+        self._tokenizer: Tokenizer = tokenizer
+        self._byte_tokens = byte_tokens(self._tokenizer)
+        self._eos = frozenset(parts.tokenizer.eos_token_ids)
+        self._speakable = min(parts.tokenizer.vocab_size, parts.skeleton.vocab_size)
         self._limit = parts.memory.max_model_len
         self._stated = parts.stated_model_len
         self._vocabulary = parts.skeleton.vocab_size
@@ -41,25 +49,34 @@ class Admission:
         tokens = [int(token) for token in prompt]
         if not tokens:
             raise RequestError("the prompt is empty", param="prompt")
-        for token in tokens:
-            if not 0 <= token < self._vocabulary:
-                raise RequestError(
-                    f"token id is outside the vocabulary of {self._vocabulary}: {token}",
-                    param="prompt",
-                )
+        self._check_vocabulary(tokens, "prompt")
+        self._check_vocabulary(params.stop_token_ids, "stop_token_ids")
+        ends = len(self._eos.union(params.stop_token_ids))
+        if params.min_tokens > 0 and ends >= self._speakable:
+            raise RequestError(
+                f"min_tokens is {params.min_tokens} but every token ends the text",
+                param="stop_token_ids",
+            )
         return Sequence(
             request_id,
             tokens,
             params,
             self._max_tokens(len(tokens), params),
             Detokenizer(
-                self._tokenizer.inner.backend_tokenizer,
+                Decoder(self._tokenizer, self._byte_tokens, params.skip_special_tokens),
                 params.stop,
                 params.include_stop_str_in_output,
-                params.skip_special_tokens,
             ),
             make_generator(params, self._device),
         )
+
+    def _check_vocabulary(self, tokens: Seq[int], param: str) -> None:
+        for token in tokens:
+            if not 0 <= token < self._vocabulary:
+                raise RequestError(
+                    f"token id is outside the vocabulary of {self._vocabulary}: {token}",
+                    param=param,
+                )
 
     def _max_tokens(self, prompt: int, params: SamplingParams) -> int:
         """Tokens to generate at most, so that prompt and output fit alone at the least widths."""

@@ -62,7 +62,7 @@ class Decoder:
         unfinished = text.endswith(_UNFINISHED) and len(self._window) < _LONGEST_WINDOW
         piece = text[self._given : len(text) - unfinished]
         self._given += len(piece)
-        if not unfinished and len(text) > 0 and piece:
+        if not unfinished and (piece or len(self._window) >= _LONGEST_WINDOW):
             # The next window opens with the tokens of this piece.
             del self._window[: self._settled]
             self._settled = len(self._window)
@@ -113,9 +113,13 @@ class Detokenizer:
         self._held = ""  # text that may be the beginning of a stop string
         self.stopped = False
 
-    def append(self, token: int) -> str:
-        """Add a token; text that is certain now. Sets `stopped` at a stop string."""
-        return self._advance(self._decoder.step(token), final=False)
+    def append(self, token: int, may_stop: bool = True) -> str:
+        """Add a token; text that is certain now. Sets `stopped` at a stop string.
+
+        Text of tokens that may not stop the sequence is never part of a stop string.
+        """
+        piece = self._decoder.step(token)
+        return self._advance(piece, final=False) if may_stop else piece
 
     def finish(self) -> str:
         """Text held back until now, at the end of the sequence."""
@@ -134,9 +138,7 @@ class Detokenizer:
 
     def _find_stop(self, text: str) -> int | None:
         """Where a stop string makes the text end, or None."""
-        found = [
-            (at + len(stop), at) for stop in self._stop if (at := text.find(stop)) >= 0
-        ]
+        found = [(at + len(stop), at) for stop in self._stop if (at := text.find(stop)) >= 0]
         if not found:
             return None
         end, start = min(found)

@@ -127,9 +127,10 @@ class Engine:
         if not chunks:
             return []
         self._open_statistics(chunks)
-        logits, prompt_logprobs = parts.runner.run(chunks)
         ready = [chunk.sequence for chunk in chunks if chunk.samples]
-        tokens = self._choose(ready, logits)
+        with parts.runner.threads_for(chunks):
+            logits, prompt_logprobs = parts.runner.run(chunks)
+            tokens = self._choose(ready, logits)
         with self._books:
             for chunk in chunks:
                 self._book(chunk, prompt_logprobs.get(chunk))

@@ -17,7 +17,8 @@ def accept_token(
     params = sequence.params
     sequence.output.append(token)
     is_end = (token in eos_token_ids and not params.ignore_eos) or token in params.stop_token_ids
-    text = "" if is_end else sequence.detokenizer.append(token)
+    may_stop = len(sequence.output) >= params.min_tokens
+    text = "" if is_end else sequence.detokenizer.append(token, may_stop)
     finish: FinishReason | None = None
     if is_end or sequence.detokenizer.stopped:
         finish = "stop"

@@ -23,7 +23,7 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
-    min_tokens: int = 0
+    min_tokens: int = 0  # before which neither end tokens nor stop strings count
     logprobs: int | None = None  # top-k log-probabilities of each sampled token, 0 = chosen only
     prompt_logprobs: bool = False  # log-probability of each prompt token given those before it
     include_stop_str_in_output: bool = False
@@ -81,17 +81,6 @@ class RequestOutput:
     prompt_tokens: int = 0
     completion_tokens: int = 0  # in all so far
     mean_bits: float = 0.0  # mean committed bits over the routed weights at this step
-
-
-@dataclass
-class RequestMetrics:
-    """Monotonic times in seconds, 0 where it has not happened yet."""
-
-    arrival: float = 0.0
-    scheduled: float = 0.0
-    first_token: float = 0.0
-    finished: float = 0.0
-    preemptions: int = 0
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,12 @@ from torch import Tensor
 
 from pw.engine.request import SamplingParams, TokenLogprob
 
+_GREEDY_BELOW = 1e-5  # temperatures that leave a float32 softmax nothing but the likeliest token
+
 
 def make_generator(params: SamplingParams, device: torch.device) -> torch.Generator | None:
     """Generator of one sequence; None for greedy decoding. Fresh entropy without a seed."""
-    if params.temperature == 0:
+    if params.temperature < _GREEDY_BELOW:
         return None
     generator = torch.Generator(device)
     if params.seed is None:
@@ -26,12 +28,13 @@ def sample(
     generators: list[torch.Generator | None],
     blocked: list[tuple[int, ...]],  # token ids each sequence may not produce now
 ) -> Tensor:  # [S] int64
-    """Choose the next token of each sequence."""
+    """Choose the next token of each sequence; greedily where there is no generator."""
     if any(blocked):
         logits = logits.clone()
         for row, ids in enumerate(blocked):
-            if ids:
-                logits[row, list(ids)] = -torch.inf
+            known = [token for token in ids if token < logits.shape[1]]
+            if known:
+                logits[row, known] = -torch.inf
     tokens = logits.argmax(-1)
     for row, generator in enumerate(generators):
         if generator is not None:
@@ -40,8 +43,8 @@ def sample(
 
 
 def _sample_row(logits: Tensor, params: SamplingParams, generator: torch.Generator) -> Tensor:
-    """One draw after temperature, top_k, top_p and min_p, in this order (as vLLM does)."""
-    logits = logits / params.temperature
+    """One draw after temperature, top_k, top_p and min_p, in this order. Ties at the k-th stay."""
+    logits = (logits - logits.max()) / params.temperature
     if 0 < params.top_k < logits.numel():
         threshold = logits.topk(params.top_k).values[-1]
         logits = logits.masked_fill(logits < threshold, -torch.inf)
@@ -55,16 +58,17 @@ def _sample_row(logits: Tensor, params: SamplingParams, generator: torch.Generat
     return torch.multinomial(probabilities, 1, generator=generator)[0]
 
 
-def token_logprobs(logits: Tensor, token: int, count: int) -> TokenLogprob:
+def token_logprobs(logits: Tensor, token: int, count: int, vocabulary: int) -> TokenLogprob:
     """Log-probability of a token and of the `count` likeliest, from one computation.
 
     Args:
         logits: [V], as the model gave them, before temperature.
         token: The sampled token.
         count: How many alternatives; 0 = none.
+        vocabulary: Tokens that have a text; V may be padded beyond them.
     """
     logprobs = logits.float().log_softmax(-1)
-    top = logprobs.topk(count) if count else None
+    top = logprobs[:vocabulary].topk(min(count, vocabulary)) if count else None
     pairs = (
         () if top is None else tuple(zip(top.indices.tolist(), top.values.tolist(), strict=True))
     )

@@ -134,6 +134,6 @@ class Scheduler:
         self._kv.close(sequence.kv)
         sequence.kv = None
         sequence.computed = 0
-        sequence.metrics.preemptions += 1
+        sequence.statistics = None
         self.preemptions += 1
         self.waiting.appendleft(sequence)
