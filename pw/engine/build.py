@@ -14,17 +14,13 @@ from torch import Tensor
 
 from pw.blocks import ExpertGeometry
 from pw.config import EngineConfig
+from pw.engine.adaptive import AdaptivePrecision
 from pw.engine.experts import DenseExperts, PagedExperts, RoutedExperts, RoutingCounter
-from pw.engine.precision import (
-    AdaptivePrecision,
-    FixedPrecision,
-    Precision,
-    ReplayedPrecision,
-)
+from pw.engine.precision import FixedPrecision, Precision, ReplayedPrecision
 from pw.engine.quality import Quality, make_quality
 from pw.engine.runner import ModelRunner
 from pw.engine.scheduler import Scheduler
-from pw.engine.trace import FORMAT, TraceWriter, read_replay
+from pw.engine.trace import FORMAT, Replay, TraceWriter, read_replay
 from pw.errors import BudgetError, ConfigError, ModelError
 from pw.memory.arena import Arena
 from pw.memory.budget import Demand, MemoryPlan, plan_memory, workspace_bytes
@@ -68,13 +64,17 @@ class Parts:
 
 def build_parts(path: Path, config: EngineConfig) -> Parts:
     """Load an artifact and divide the memory budget. See `Engine.from_artifact`."""
+    replayed = config.policy.path if config.policy.kind == "replay" else None
+    if config.trace and replayed and config.trace.resolve() == replayed.resolve():
+        raise ConfigError(f"the trace would overwrite what it replays: `{config.trace}`")
     artifact = Artifact.open(path)
     device = _device(config)
+    budget = _budget(config, device)
     dtype = _dtype(config.dtype, artifact.lut_dtype if device.type != "cpu" else torch.float32)
     skeleton = load_skeleton(Checkpoint.open(path), dtype, device)
     dense = _load_dense_experts(artifact, config, device) if config.policy.kind == "dense" else None
     demand = _demand(artifact, skeleton, config, dense)
-    memory = plan_memory(_budget(config, device), demand)
+    memory = plan_memory(budget, demand)
     arena = Arena(memory.num_pages, memory.page_bytes, device)
     pool = PagePool(memory.num_pages)
     kv = KvCache(
@@ -146,14 +146,15 @@ def _dtype(name: str, automatic: torch.dtype) -> torch.dtype:
 
 
 def _budget(config: EngineConfig, device: torch.device) -> int:
-    """Bytes for weights, KV and workspace together."""
+    """Bytes for weights, KV and workspace together; free memory before anything is loaded."""
     if config.memory_budget is not None:
         return config.memory_budget
     if device.type == "cuda":
-        total = torch.cuda.mem_get_info(device)[0]
+        free = torch.cuda.mem_get_info(device)[0]
     else:
-        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
-    return int(total * config.gpu_memory_utilization)
+        pages = "SC_AVPHYS_PAGES" if "SC_AVPHYS_PAGES" in os.sysconf_names else "SC_PHYS_PAGES"
+        free = os.sysconf("SC_PAGE_SIZE") * os.sysconf(pages)
+    return int(free * config.gpu_memory_utilization)
 
 
 def _demand(
@@ -187,8 +188,8 @@ def _demand(
             widest=widest,
             itemsize=skeleton.dtype.itemsize,
         ),
-        min_bits=low,
-        max_bits=high,
+        least_bits=low,
+        most_bits=high,
         stored_bits=(artifact.min_bits, artifact.max_bits),
         max_model_len=stated,
         max_num_seqs=config.max_num_seqs,
@@ -196,30 +197,27 @@ def _demand(
     )
 
 
-def _bounds(artifact: Artifact, config: EngineConfig) -> tuple[int, int]:
-    """Least and most bits that the policy can reach.
+def _bounds(
+    artifact: Artifact, config: EngineConfig
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Least and most bits [n] of each block that the policy can reach.
 
     Raises:
         ConfigError: The artifact does not have them.
     """
-    stored = (artifact.min_bits, artifact.max_bits)
+    stored, policy = (artifact.min_bits, artifact.max_bits), config.policy
+    if policy.kind == "static" and policy.path is not None:
+        bits = read_bits(policy.path, artifact.geometry, *stored)
+        return bits, bits
     low, high = config.min_bits or stored[0], config.max_bits or stored[1]
-    policy = config.policy
     if policy.bits is not None:
         low = high = policy.bits
-    elif policy.kind == "static":
-        bits = _file_bits(artifact, config)
-        low, high = int(bits.min()), int(bits.max())
     if not stored[0] <= low <= high <= stored[1]:
         raise ConfigError(
             f"bits {low} to {high} are asked for, the artifact has {stored[0]} to {stored[1]}"
         )
-    return low, high
-
-
-def _file_bits(artifact: Artifact, config: EngineConfig) -> NDArray[np.int64]:
-    assert config.policy.path is not None
-    return read_bits(config.policy.path, artifact.geometry, artifact.min_bits, artifact.max_bits)
+    every = np.ones(artifact.geometry.blocks, dtype=np.int64)
+    return low * every, high * every
 
 
 def _start_precision(
@@ -234,26 +232,18 @@ def _start_precision(
     trace: TraceWriter,
 ) -> Precision:
     """Load the first widths and make who changes them."""
-    policy, bounds = config.policy, (demand.min_bits, demand.max_bits)
+    policy = config.policy
+    bounds = (int(demand.least_bits.min()), int(demand.most_bits.max()))
     precision: Precision = FixedPrecision()
-    if policy.kind == "static":
-        bits = (
-            np.full(artifact.geometry.blocks, policy.bits, dtype=np.int64)
-            if policy.bits is not None
-            else _file_bits(artifact, config)
-        )
-    elif policy.kind == "replay":
+    bits = demand.most_bits  # of the static policies
+    if policy.kind == "replay":
         assert policy.path is not None
         assert quality is not None
         replay = read_replay(policy.path)
-        if replay.artifact != artifact.artifact_hash:
-            raise ConfigError(
-                f"the trace was recorded with another artifact: {replay.artifact[:12]}, "
-                f"this one is {artifact.artifact_hash[:12]}"
-            )
+        _check_replay(replay, artifact, memory)
         bits = np.array(replay.bits, dtype=np.int64)
         precision = ReplayedPrecision(table, pool, mover, trace, quality, bounds, replay)
-    else:
+    elif policy.kind == "adaptive":
         assert quality is not None
         bits = _first_bits(quality, config, bounds, memory, artifact.geometry)
         precision = AdaptivePrecision(table, pool, mover, trace, quality, bounds, config.planner)
@@ -269,6 +259,25 @@ def _start_precision(
         bits=bits.tolist(),
     )
     return precision
+
+
+def _check_replay(replay: Replay, artifact: Artifact, memory: MemoryPlan) -> None:
+    """Refuse a trace that this engine cannot follow.
+
+    Raises:
+        ConfigError: Another artifact, or too few pages.
+    """
+    if replay.artifact != artifact.artifact_hash:
+        raise ConfigError(
+            f"the trace was recorded with another artifact: {replay.artifact[:12]}, "
+            f"this one is {artifact.artifact_hash[:12]}"
+        )
+    if replay.page_bytes != memory.page_bytes or replay.pages > memory.num_pages:
+        raise ConfigError(
+            f"the trace was recorded with {replay.pages} pages of {replay.page_bytes} bytes, "
+            f"this memory budget gives {memory.num_pages} of {memory.page_bytes}",
+            "give the budget and the limits of the recorded run",
+        )
 
 
 def _first_bits(

@@ -95,7 +95,7 @@ class BytesByClass:
     free: int = 0  # free pages of the arena
     tables: int = 0  # page tables, KV block tables
     workspace: int = 0  # scratch and activations
-    padding: int = 0  # bytes inside used pages that hold nothing (contained in planes, luts, kv)
+    padding: int = 0  # bytes in weight pages that hold nothing (contained in planes and luts)
     host: int = 0  # outside the budget: host plane store
     budget: int = 0
 
@@ -135,6 +135,7 @@ class EngineStatus:
     bytes_released: int = 0
     transitions: int = 0
     plans: int = 0
+    transfer_failures: int = 0  # planes or LUTs that could not be read; the old width stayed
     bytes_over_budget: int = 0  # worst seen; must stay 0
     max_model_len: int = 0
     last_step_time: float = 0.0  # monotonic seconds of the last finished step

@@ -36,7 +36,7 @@ def bytes_by_class(parts: Parts) -> BytesByClass:
     tables = parts.kv.table_bytes
     if parts.table is not None:
         weights, luts = parts.table.resident_pages(), parts.table.lut_pages()
-        padding = (weights * page) - parts.table.useful_bytes()
+        padding = parts.table.padding_bytes()
         tables += parts.table.table_bytes
     kv = parts.kv.used_pages
     return BytesByClass(
@@ -45,7 +45,7 @@ def bytes_by_class(parts: Parts) -> BytesByClass:
         experts_dense=parts.memory.experts_dense,
         dense=parts.skeleton.dense_bytes,
         kv=kv * page,
-        free=(parts.arena.num_pages - weights - kv) * page,
+        free=parts.pool.free_count * page,
         tables=tables,
         workspace=parts.memory.workspace,
         padding=padding,
@@ -91,6 +91,7 @@ def snapshot(
         bytes_released=precision.bytes_released,
         transitions=precision.transitions,
         plans=precision.plans,
+        transfer_failures=precision.failures,
         bytes_over_budget=counters.bytes_over_budget,
         max_model_len=parts.memory.max_model_len,
         last_step_time=last_step_time,

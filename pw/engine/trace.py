@@ -2,12 +2,14 @@
 
 One JSON object a line:
 
-    {"event": "start", "format": "pw-trace-1", "artifact": ..., "config": ..., "bits": [...]}
+    {"event": "start", "format": "pw-trace-1", "artifact": sha256, "policy": ..., "budget": bytes,
+     "pages": P, "page_bytes": ..., "bits": [...]}
     {"event": "request", "step": s, "id": ..., "prompt": [...], "params": {...}}    if asked for
     {"event": "reduce", "step": s, "layer": l, "expert": e, "module": m, "from": b, "to": b',
      "pages": freed, "damage": d, "reason": ...}
     {"event": "begin_raise", ... "pages": taken}   {"event": "commit_raise", ...}
     {"event": "cancel_raise", ...}
+    {"event": "failed", ... "from": b, "to": b', "reason": error}    nothing changed, not replayed
     {"event": "plan", "step": s, "reason": ..., "moves": n, ...}    a summary, not replayed
 
 Bits of `start` are in block index order. `step` is the number of the forward step that is the
@@ -17,7 +19,9 @@ the same arithmetic.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,12 +30,17 @@ from typing import Any, TextIO
 from pw.blocks import BlockKey, Module
 from pw.errors import ConfigError
 
+logger = logging.getLogger(__name__)
+
 FORMAT = "pw-trace-1"
 _TRANSITIONS = ("reduce", "begin_raise", "commit_raise", "cancel_raise")
 
 
 class TraceWriter:
-    """Appends events to a file, or nowhere when there is none."""
+    """Appends events to a file, or nowhere when there is none.
+
+    A disk that fails ends the trace, not the service.
+    """
 
     def __init__(self, path: Path | None) -> None:
         self._file: TextIO | None = None
@@ -41,14 +50,20 @@ class TraceWriter:
 
     def write(self, event: str, **fields: Any) -> None:
         """Write one event; complete lines only, at once."""
-        if self._file is not None:
+        if self._file is None:
+            return
+        try:
             self._file.write(json.dumps({"event": event, **fields}) + "\n")
             self._file.flush()
+        except OSError as error:
+            logger.error("the trace ends here, it cannot be written: %s", error)
+            self.close()
 
     def close(self) -> None:
         """Close the file."""
         if self._file is not None:
-            self._file.close()
+            with contextlib.suppress(OSError):  # what was not flushed has been reported
+                self._file.close()
             self._file = None
 
 
@@ -67,6 +82,8 @@ class Replay:
     """A trace to be repeated."""
 
     artifact: str
+    pages: int  # of the arena
+    page_bytes: int
     bits: list[int]  # at the start, in block index order
     transitions: dict[int, list[Transition]]  # by step
 
@@ -93,7 +110,12 @@ def read_replay(path: Path) -> Replay:
         raise ConfigError(f"not a precision trace: `{path}`") from error
     if start is None or start.get("format") != FORMAT:
         raise ConfigError(f"not a trace of format {FORMAT}: `{path}`")
-    return Replay(str(start["artifact"]), [int(b) for b in start["bits"]], dict(transitions))
+    try:
+        bits = [int(width) for width in start["bits"]]
+        pages, page_bytes = int(start["pages"]), int(start["page_bytes"])
+        return Replay(str(start["artifact"]), pages, page_bytes, bits, dict(transitions))
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"not a precision trace: `{path}`") from error
 
 
 def _transition(record: dict[str, Any]) -> Transition:

@@ -8,7 +8,9 @@ from __future__ import annotations
 import bisect
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from pw.blocks import MODULES, ExpertGeometry
 from pw.errors import BudgetError
@@ -33,8 +35,6 @@ class MemoryPlan:
     page_bytes: int
     num_pages: int
     layouts: tuple[BlockLayout, BlockLayout]
-    weight_pages_min: int  # pages of all blocks at their least widths
-    weight_pages_max: int
     max_model_len: int  # tokens of the longest sequence that fits alone at the least widths
 
     @property
@@ -53,8 +53,8 @@ class Demand:
     dense: int  # bytes of weights that are never quantized
     experts_dense: int  # bytes of unquantized experts; their planes are then not loaded
     workspace: int
-    min_bits: int  # least and most committed bits that the policy can reach
-    max_bits: int
+    least_bits: NDArray[np.int64]  # [n] narrowest widths that the policy can reach, by block index
+    most_bits: NDArray[np.int64]  # [n] widest
     stored_bits: tuple[int, int]  # least and most bits in the artifact
     max_model_len: int
     max_num_seqs: int
@@ -71,9 +71,8 @@ def plan_memory(budget: int, demand: Demand) -> MemoryPlan:
     layouts = block_layouts(demand)
     page = layouts[0].page_bytes
     paged = demand.experts_dense == 0
-    pairs = len(demand.geometry.layers) * demand.geometry.experts
-    least = pairs * sum(lay.resident_pages(demand.min_bits) for lay in layouts) if paged else 0
-    most = pairs * sum(lay.resident_pages(demand.max_bits) for lay in layouts) if paged else 0
+    least = _weight_pages(layouts, demand.least_bits) if paged else 0
+    most = _weight_pages(layouts, demand.most_bits) if paged else 0
     fixed = demand.dense + demand.experts_dense + demand.workspace
     weight_table = _weight_table_bytes(demand.geometry, layouts) if paged else 0
 
@@ -86,7 +85,7 @@ def plan_memory(budget: int, demand: Demand) -> MemoryPlan:
         raise BudgetError(
             f"memory budget of {budget:,} bytes is too small: {needed(2):,} bytes are the least "
             f"(dense {demand.dense + demand.experts_dense:,}, workspace {demand.workspace:,}, "
-            f"experts at {demand.min_bits} bits {least * page:,}, tables and KV the rest)",
+            f"experts at their least widths {least * page:,}, tables and KV the rest)",
             "raise --memory-budget, or lower --max-num-batched-tokens and --max-num-seqs",
         )
     length = 2 + bisect.bisect_right(range(3, demand.max_model_len + 1), budget, key=needed)
@@ -102,8 +101,6 @@ def plan_memory(budget: int, demand: Demand) -> MemoryPlan:
         page_bytes=page,
         num_pages=num_pages,
         layouts=layouts,
-        weight_pages_min=least,
-        weight_pages_max=most,
         max_model_len=length,
     )
 
@@ -149,6 +146,16 @@ def block_layouts(demand: Demand) -> tuple[BlockLayout, BlockLayout]:
         raise BudgetError(f"a page of {page} bytes does not hold one token: {max(kv)} bytes")
     gate_up, down = (BlockLayout(shape, low, high, base, page) for shape in shapes)
     return gate_up, down
+
+
+def _weight_pages(layouts: tuple[BlockLayout, BlockLayout], bits: NDArray[np.int64]) -> int:
+    """Pages of all blocks at their widths [n]."""
+    return sum(
+        count * layout.resident_pages(width)
+        for module, layout in enumerate(layouts)
+        for width, count in enumerate(np.bincount(bits[module :: len(MODULES)]).tolist())
+        if count
+    )
 
 
 def _kv_pages(demand: Demand, page: int, tokens: int) -> int:

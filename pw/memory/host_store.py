@@ -1,12 +1,13 @@
 """Host copy of all planes and LUTs, in whole pages, ready to be copied to the device untouched.
 
-When the host budget is short, the blocks that do not fit are read from the artifact each time:
-residency then has a third level, the disk. Expert weights never change, so nothing is written
-back.
+When the host budget is short, the blocks that do not fit are read from the artifact each time,
+only the planes and LUTs asked for: residency then has a third level, the disk. Expert weights
+never change, so nothing is written back.
 """
 
 from __future__ import annotations
 
+import logging
 from typing import Protocol
 
 import numpy as np
@@ -16,6 +17,8 @@ from torch import Tensor
 
 from pw.blocks import MODULES, BlockKey, ExpertGeometry
 from pw.memory.layout import BlockLayout
+
+logger = logging.getLogger(__name__)
 
 
 class PlaneSource(Protocol):
@@ -58,52 +61,92 @@ class HostPlaneStore:
         self.disk_reads = 0
         for index in range(self._geometry.blocks):
             size = self._layout(index).stored_bytes
-            if limit_bytes is not None and self.bytes + size > limit_bytes:
-                continue
-            self._resident[index] = self._load(index)
-            self.bytes += size
+            if limit_bytes is None or self.bytes + size <= limit_bytes:
+                self._resident[index] = self._load(index)
+                self.bytes += size
 
     def planes(self, index: int, first: int, last: int) -> Tensor:
-        """Planes first..last-1 of a block as pages: [(last - first) * PP, page_bytes] uint8."""
-        layout = self._layout(index)
-        return self._block(index)[first * layout.plane_pages : last * layout.plane_pages]
+        """Planes first..last-1 of a block as pages: [(last - first) * PP, page_bytes] uint8.
+
+        Raises:
+            OSError: The block is on disk and cannot be read.
+            StoreError: The block is on disk and damaged.
+        """
+        size = self._layout(index).plane_pages
+        block = self._resident.get(index)
+        if block is not None:
+            return block[first * size : last * size]
+        self.disk_reads += 1
+        pages = self._pages((last - first) * size)
+        self._read_planes(index, first, last, pages)
+        return pages
 
     def base_luts(self, index: int) -> Tensor:
-        """The region with the LUTs of the always resident widths: [pages, page_bytes] uint8."""
+        """The region with the LUTs of the always resident widths: [pages, page_bytes] uint8.
+
+        Raises:
+            OSError, StoreError: As for `planes`.
+        """
         layout = self._layout(index)
-        start = layout.max_bits * layout.plane_pages
-        return self._block(index)[start : start + layout.base_pages]
+        return self._region(index, layout.min_bits, layout.base_bits, layout.base_pages)
 
     def lut(self, index: int, bits: int) -> Tensor:
-        """The LUT of a width above the base tree as pages: [pages, page_bytes] uint8."""
-        layout = self._layout(index)
-        start = layout.lut_start(bits)
-        return self._block(index)[start : start + layout.lut_pages(bits)]
+        """The LUT of a width above the base tree as pages: [pages, page_bytes] uint8.
+
+        Raises:
+            OSError, StoreError: As for `planes`.
+        """
+        return self._region(index, bits, bits, self._layout(index).lut_pages(bits))
+
+    def _region(self, index: int, low: int, high: int, count: int) -> Tensor:
+        """The pages that hold the LUTs low..high together."""
+        block, start = self._resident.get(index), self._layout(index).lut_start(low)
+        if block is not None:
+            return block[start : start + count]
+        self.disk_reads += 1
+        pages = self._pages(count)
+        self._read_luts(index, low, high, pages)
+        return pages
 
     def _layout(self, index: int) -> BlockLayout:
         return self._layouts[index % len(MODULES)]
 
-    def _block(self, index: int) -> Tensor:
-        block = self._resident.get(index)
-        if block is None:
-            self.disk_reads += 1
-            block = self._load(index)
-        return block
-
     def _load(self, index: int) -> Tensor:
         """All pages of a block: planes, base LUTs, wide LUTs; [pages, page_bytes] uint8."""
-        layout, key = self._layout(index), self._geometry.key(index)
-        block = torch.zeros(
-            layout.stored_pages, layout.page_bytes, dtype=torch.uint8, pin_memory=self._pin
-        )
-        flat = block.view(-1)
-        planes = torch.empty(layout.max_bits * layout.plane_bytes, dtype=torch.uint8)
-        self._source.read_planes(key, 0, layout.max_bits, planes.numpy())
-        block[: layout.max_bits * layout.plane_pages].view(layout.max_bits, -1)[
-            :, : layout.plane_bytes
-        ] = planes.view(layout.max_bits, layout.plane_bytes)
-        for bits in range(layout.min_bits, layout.max_bits + 1):
-            data = self._source.lut(key, bits).contiguous().view(torch.uint8).flatten()
-            start = layout.lut_start(bits) * layout.page_bytes + layout.lut_offset(bits)
-            flat[start : start + data.numel()] = data
+        layout = self._layout(index)
+        block = self._pages(layout.stored_pages)
+        self._read_planes(index, 0, layout.max_bits, block)
+        start = layout.lut_start(layout.min_bits)
+        self._read_luts(index, layout.min_bits, layout.base_bits, block[start:])
+        for bits in range(layout.base_bits + 1, layout.max_bits + 1):
+            self._read_luts(index, bits, bits, block[layout.lut_start(bits) :])
         return block
+
+    def _read_planes(self, index: int, first: int, last: int, pages: Tensor) -> None:
+        """Fill the first pages of `pages` with planes first..last-1."""
+        layout, count = self._layout(index), last - first
+        planes = torch.empty(count, layout.plane_bytes, dtype=torch.uint8)
+        key = self._geometry.key(index)
+        self._source.read_planes(key, first, count, planes.view(-1).numpy())
+        target = pages[: count * layout.plane_pages].view(count, -1)
+        target[:, : layout.plane_bytes] = planes
+
+    def _read_luts(self, index: int, low: int, high: int, region: Tensor) -> None:
+        """Fill a region with the LUTs of widths low..high."""
+        layout, flat = self._layout(index), region.view(-1)
+        for bits in range(low, high + 1):
+            lut = self._source.lut(self._geometry.key(index), bits)
+            data = lut.contiguous().view(torch.uint8).flatten()
+            start = layout.lut_offset(bits)
+            flat[start : start + data.numel()] = data
+
+    def _pages(self, count: int) -> Tensor:
+        """Empty pages on the host: [count, page_bytes] uint8."""
+        size = (count, self._layouts[0].page_bytes)
+        if self._pin:
+            try:
+                return torch.zeros(size, dtype=torch.uint8, pin_memory=True)
+            except RuntimeError as error:
+                self._pin = False
+                logger.warning("host memory cannot be pinned, copies will be slower: %s", error)
+        return torch.zeros(size, dtype=torch.uint8)

@@ -47,20 +47,24 @@ class Mover:
         self._stream: torch.cuda.Stream | None = None
         if arena.pages.device.type == "cuda":
             self._stream = torch.cuda.Stream(arena.pages.device)  # type: ignore[no-untyped-call]
-        self.bytes_moved = 0
 
     @property
     def pending(self) -> int:
         """Raises not yet landed."""
-        return len(self._queue) + len(self._flying)
+        return sum(copy.last for copy in (*self._flying, *self._queue))
 
     def start(self, move: Raise) -> None:
-        """Queue the copies of a raise. Returns at once."""
+        """Queue the copies of a raise. Returns at once.
+
+        Raises:
+            OSError, StoreError: The block is on disk and cannot be read; nothing is queued.
+        """
         planes = self._store.planes(move.index, move.from_bits, move.to_bits)
-        self._queue.append(_Copy(move.index, move.plane_pages, planes, not move.lut_pages))
+        copies = [_Copy(move.index, move.plane_pages, planes, not move.lut_pages)]
         if move.lut_pages:
             lut = self._store.lut(move.index, move.to_bits)
-            self._queue.append(_Copy(move.index, move.lut_pages, lut, True))
+            copies.append(_Copy(move.index, move.lut_pages, lut, True))
+        self._queue += copies
 
     def poll(self) -> list[int]:
         """Move on by one chunk and tell which blocks have landed, in the order of `start`."""
@@ -83,13 +87,25 @@ class Mover:
         return landed
 
     def wait(self) -> list[int]:
-        """Finish all copies; blocks landed, in order. Stalls: for shutdown and urgent relief."""
+        """Finish all copies; blocks landed, in order. Stalls."""
         landed = []
         while self.pending:
+            landed += self.poll()
             if self._stream is not None:
                 self._stream.synchronize()
-            landed += self.poll()
         return landed
+
+    def drop(self) -> list[int]:
+        """Give all copies up; blocks whose pages nothing writes to any more, in order of `start`.
+
+        Waits for the chunk on its way at most.
+        """
+        if self._stream is not None:
+            self._stream.synchronize()
+        dropped = [copy.index for copy in (*self._flying, *self._queue) if copy.last]
+        self._flying.clear()
+        self._queue.clear()
+        return dropped
 
     def _copy_chunk(self, copy: _Copy, count: int) -> None:
         pages = copy.pages[copy.done : copy.done + count]
@@ -104,4 +120,3 @@ class Mover:
                 copy.event = torch.cuda.Event()  # type: ignore[no-untyped-call]
                 copy.event.record(self._stream)
         copy.done += count
-        self.bytes_moved += count * self._arena.page_bytes

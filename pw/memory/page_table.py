@@ -59,12 +59,36 @@ class _ModuleTable:
         host = (self.bits, self.planes, self.luts, self.offsets)
         self.host = host
         self.device = host if device.type == "cpu" else tuple(t.to(device) for t in host)
+        self._changed = False
+
+    def write(
+        self, slot: int, expert: int, bits: int, planes: list[list[int]], luts: list[int]
+    ) -> None:
+        """Set the entry of a block: its width, the pages of its planes and of its LUT region."""
+        self.bits[slot, expert] = bits
+        self.planes[slot, expert, :bits] = torch.tensor(planes, dtype=torch.int32)
+        self.planes[slot, expert, bits:] = -1
+        self.luts[slot, expert, : len(luts)] = torch.tensor(luts, dtype=torch.int32)
+        self.luts[slot, expert, len(luts) :] = -1
+        self.offsets[slot, expert] = self.layout.lut_offset(bits)
+        self._changed = True
+
+    def holds(
+        self, slot: int, expert: int, bits: int, planes: list[list[int]], luts: list[int]
+    ) -> bool:
+        """Whether the entry of a block is this one."""
+        return (
+            int(self.bits[slot, expert]) == bits
+            and self.planes[slot, expert, :bits].tolist() == planes
+            and self.luts[slot, expert, : len(luts)].tolist() == luts
+        )
 
     def publish(self) -> None:
-        """Send the host side to the device, in the order of the current stream."""
-        if self.device is not self.host:
+        """Send the host side, where it has changed, to the device in current stream order."""
+        if self._changed and self.device is not self.host:
             for target, source in zip(self.device, self.host, strict=True):
                 target.copy_(source, non_blocking=True)
+        self._changed = False
 
     @property
     def bytes(self) -> int:
@@ -125,9 +149,10 @@ class WeightPageTable:
         """Pages that hold LUTs of settled widths."""
         return int(self._pick(self._lut_cost).sum())
 
-    def useful_bytes(self) -> int:
-        """Bytes of planes and LUTs without padding to whole pages, settled blocks."""
-        return int(self._pick(self._useful).sum())
+    def padding_bytes(self) -> int:
+        """Bytes that hold nothing in the pages of settled widths."""
+        pages = int(self._pick(self._cost_pages).sum())
+        return pages * self._arena.page_bytes - int(self._pick(self._useful).sum())
 
     def mean_bits(self) -> float:
         """Mean committed bits of a routed weight."""
@@ -176,6 +201,10 @@ class WeightPageTable:
 
         Returns:
             Pages freed.
+
+        Raises:
+            OSError, StoreError: The LUT of the narrower width cannot be read; nothing has changed.
+                Never at widths of the base tree.
         """
         from_bits, layout = int(self.committed[index]), self.layouts[index % 2]
         if index in self.in_transfer:
@@ -254,17 +283,14 @@ class WeightPageTable:
         size = self.layouts[index % 2].plane_pages
         self._plane_pages[index] += [pages[i : i + size] for i in range(0, len(pages), size)]
 
-    def _write_entry(self, index: int) -> None:
+    def _entry(self, index: int) -> tuple[int, int, int, list[list[int]], list[int]]:
+        """Slot, expert, width, pages of the planes, pages of the LUT region in use."""
         slot, expert = divmod(index // 2, self.geometry.experts)
-        table, bits = self._tables[index % 2], int(self.committed[index])
         region = self._lut_pages[index] or self._base_pages[index]
-        planes = self._plane_pages[index]
-        table.bits[slot, expert] = bits
-        table.planes[slot, expert, : len(planes)] = torch.tensor(planes, dtype=torch.int32)
-        table.planes[slot, expert, len(planes) :] = -1
-        table.luts[slot, expert, : len(region)] = torch.tensor(region, dtype=torch.int32)
-        table.luts[slot, expert, len(region) :] = -1
-        table.offsets[slot, expert] = table.layout.lut_offset(bits)
+        return slot, expert, int(self.committed[index]), self._plane_pages[index], region
+
+    def _write_entry(self, index: int) -> None:
+        self._tables[index % 2].write(*self._entry(index))
 
     # -- checking ---------------------------------------------------------------------------
 
@@ -289,8 +315,7 @@ class WeightPageTable:
             if not (self._pool.owner[pages] == index).all() or len(set(pages)) != len(pages):
                 raise AssertionError(f"{self.geometry.key(index)}: pages of another owner")
             owned += len(pages)
-            slot, expert = divmod(index // 2, self.geometry.experts)
-            if int(self._tables[index % 2].bits[slot, expert]) != bits:
+            if not self._tables[index % 2].holds(*self._entry(index)):
                 raise AssertionError(f"{self.geometry.key(index)}: table and books disagree")
         if owned != self.resident_pages():
             raise AssertionError(f"{owned} pages owned by blocks, {self.resident_pages()} counted")

@@ -192,7 +192,7 @@ class EngineCollector(Collector):
         yield self._family(
             GaugeMetricFamily,
             "memory_bytes",
-            "Bytes by class; padding is contained in planes, luts and kv, host is outside",
+            "Bytes by class; padding is contained in planes and luts, host is outside",
             {name: size for name, size in vars(status.bytes).items() if name != "budget"},
             "class",
         )
@@ -246,6 +246,7 @@ class EngineCollector(Collector):
             ("num_preemptions", "Preemptions", status.preemptions),
             ("precision_transitions", "Width changes of blocks", status.transitions),
             ("plan", "Plans made", status.plans),
+            ("page_move_failures", "Reads of planes that failed", status.transfer_failures),
         ):
             yield self._family(CounterMetricFamily, name, help_text, {"": value})
         yield self._family(

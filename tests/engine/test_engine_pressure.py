@@ -192,7 +192,8 @@ def test_replay_refuses_the_trace_of_another_artifact(
 ) -> None:
     _, artifact = qwen
     trace = tmp_path / "trace.jsonl"
-    trace.write_text('{"event": "start", "format": "pw-trace-1", "artifact": "ab", "bits": []}\n')
+    start = {"event": "start", "format": "pw-trace-1", "artifact": "ab", "bits": []}
+    trace.write_text(json.dumps(start | {"pages": 9, "page_bytes": 4096}) + "\n")
     with pytest.raises(ConfigError, match="recorded with another artifact: ab"):
         open_engine(artifact, f"replay:{trace}")
     trace.write_text("no json\n")
