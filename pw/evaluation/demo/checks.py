@@ -9,6 +9,9 @@ from pw.evaluation.demo.load import Answer
 from pw.evaluation.demo.scoring import Comparison
 from pw.evaluation.demo.timeline import Timeline
 
+# Nats a token: what timing and the few chunks of a demo may make of two equal policies.
+EQUAL_BYTES_TOLERANCE = 0.005
+
 
 @dataclass(frozen=True)
 class Check:
@@ -84,7 +87,7 @@ def quality_checks(comparison: Comparison) -> list[Check]:
         ),
         Check(
             "adaptive is not worse than uniform widths of the same bytes",
-            equal.low <= 0,
-            f"{equal} nats a token",
+            equal.low <= EQUAL_BYTES_TOLERANCE,
+            f"{equal} nats a token, {EQUAL_BYTES_TOLERANCE} allowed",
         ),
     ]

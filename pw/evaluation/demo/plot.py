@@ -15,9 +15,9 @@ from pw.evaluation.demo.view import BITS, FREE, KV, WEIGHTS
 
 _INK, _FAINT = "#2b2f36", "#8a919c"
 _PLAN_ROWS: tuple[tuple[PlanKind, str, str, str], ...] = (
-    ("reload", "planes come back", "^", WEIGHTS),
-    ("trade", "planes change hands", "D", _FAINT),
     ("release", "planes given up", "v", KV),
+    ("trade", "planes change hands", "D", _FAINT),
+    ("reload", "planes come back", "^", WEIGHTS),
 )
 
 
@@ -94,20 +94,22 @@ def _draw_memory(axes: Axes, timeline: Timeline, seconds: Sequence[float]) -> No
 
 
 def _draw_plans(axes: Axes, timeline: Timeline) -> None:
-    """A mark for each plan; its size follows the pages it moved."""
-    for row, (kind, _, marker, colour) in enumerate(_PLAN_ROWS):
+    """A mark for each plan, a row for each kind; its size follows the pages it moved."""
+    kinds = {plan.kind for plan in timeline.plans}
+    rows = [row for row in _PLAN_ROWS if row[0] in kinds]
+    for height, (kind, _, marker, colour) in enumerate(rows):
         mine = [plan for plan in timeline.plans if plan.kind == kind]
         axes.scatter(
             [plan.seconds for plan in mine],
-            [len(_PLAN_ROWS) - 1 - row] * len(mine),
+            [height] * len(mine),
             s=[10 + 0.4 * min(plan.pages, 150) for plan in mine],
             marker=marker,
             color=colour,
             alpha=0.75,
             linewidths=0,
         )
-    axes.set_yticks(range(len(_PLAN_ROWS)), [row[1] for row in reversed(_PLAN_ROWS)], fontsize=8.5)
-    axes.set_ylim(-0.7, len(_PLAN_ROWS) - 0.3)
+    axes.set_yticks(range(len(rows)), [row[1] for row in rows], fontsize=8.5)
+    axes.set_ylim(-0.7, len(rows) - 0.3)
 
 
 def _draw_requests(axes: Axes, timeline: Timeline, seconds: Sequence[float]) -> None:

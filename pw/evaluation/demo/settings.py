@@ -20,8 +20,8 @@ class DemoSettings:
     """What one run of the demo does. Defaults: under 4 minutes on two CPU cores."""
 
     waves: tuple[Wave, ...] = (
-        Wave("conversations that grow", 5, 14, 8, 15, 0.2),
-        Wave("a burst of requests", 24, 1, 90, 110, 0.0),
+        Wave("conversations that grow", 6, 14, 6, 13, 0.2),
+        Wave("a burst of requests", 24, 1, 50, 80, 0.0),
         Wave("long documents", 3, 4, 100, 50, 0.2),
     )
     room_share: float = 0.6  # KV room beside the widest experts, as a share of their bytes

@@ -85,8 +85,8 @@ def picture(timeline: Timeline, requests: int) -> Panel:
         legend.append(f"{name} {mebibytes(sample, pages):.2f} MiB   ")
     grid.add_row("", legend)
     grid.add_row("bits", Text(sparkline(timeline), BITS))
-    layers = "  ".join(f"layer {name}: {bits:.2f}" for name, bits in sample.layer_bits.items())
-    grid.add_row("", f"mean {sample.mean_bits:.2f}   {layers}")
+    layers = " ".join(f"{bits:.2f}" for bits in sample.layer_bits.values())
+    grid.add_row("", f"mean {sample.mean_bits:.2f}   layers {layers}")
     grid.add_row(
         "requests",
         f"running {sample.running}   waiting {sample.waiting}   "
