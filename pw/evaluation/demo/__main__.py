@@ -55,14 +55,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     terminal = sys.stdout.isatty()
     console = Console(width=None if terminal else 100, soft_wrap=not terminal)
+    started = time.monotonic()
     try:
         make_artifact(options.artifact, options.overwrite, console)
-        return run_demo(DemoSettings(), options.artifact, options.output, console)
+        code = run_demo(DemoSettings(), options.artifact, options.output, console)
     except (PwError, OSError, httpx.HTTPError) as error:
         print(f"error: {error}", file=sys.stderr)
         if hint := getattr(error, "hint", None):
             print(f"hint: {hint}", file=sys.stderr)
         return 1
+    console.print(f"{time.monotonic() - started:.0f} s in all", highlight=False)
+    return code
 
 
 def make_artifact(artifact: Path, overwrite: bool, console: Console) -> None:
@@ -79,7 +82,6 @@ def run_demo(settings: DemoSettings, artifact: Path, output: Path, console: Cons
     Returns:
         See `main`.
     """
-    started = time.monotonic()
     shutil.rmtree(output, ignore_errors=True)
     output.mkdir(parents=True)
 
@@ -103,8 +105,7 @@ def run_demo(settings: DemoSettings, artifact: Path, output: Path, console: Cons
     print_checks(console, checks)
     write_results(output / "results.json", run, budget, comparison, checks)
     console.print(
-        f"\npicture: {output / 'timeline.png'}   all numbers: {output / 'results.json'}   "
-        f"{time.monotonic() - started:.0f} s",
+        f"\npicture: {output / 'timeline.png'}   all numbers: {output / 'results.json'}",
         highlight=False,
     )
     return 0 if all(check.passed for check in checks) else 1
