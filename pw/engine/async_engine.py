@@ -11,11 +11,11 @@ from collections.abc import AsyncIterator, Callable
 
 from pw.engine.engine import Engine
 from pw.engine.request import EngineStatus, RequestOutput, SamplingParams
-from pw.errors import PwError, RequestError
+from pw.errors import RequestError
 
 logger = logging.getLogger(__name__)
 
-_STALL_SECONDS = 60.0  # no step for so long with work pending: not healthy
+_STALL_SECONDS = 60.0  # the thread makes no turn for so long: not healthy
 _IDLE_SECONDS = 0.02  # between safe points while planes come back to an idle engine
 
 Outlet = Callable[[RequestOutput | BaseException], None]
@@ -33,9 +33,12 @@ class AsyncEngine:
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._outlets: dict[str, Outlet] = {}
         self._wake = threading.Event()
+        self._door = threading.Lock()  # who sends a command knows that the thread will see it
+        self._closed = False  # under the lock: no command is taken any more
         self._stopping = False
         self._draining = False
         self._failure: BaseException | None = None
+        self._last_turn = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="pw-engine", daemon=True)
 
     def start(self) -> None:
@@ -52,17 +55,18 @@ class AsyncEngine:
         Raises:
             RequestError: The request is refused, or the engine is dead or draining.
         """
-        if self._draining or self._failure is not None:
-            raise RequestError(
-                "the engine takes no more requests", code="engine_unavailable", status=503
-            )
         loop = asyncio.get_running_loop()
         stream: asyncio.Queue[RequestOutput | BaseException] = asyncio.Queue()
 
         def outlet(item: RequestOutput | BaseException) -> None:
             loop.call_soon_threadsafe(stream.put_nowait, item)
 
-        self._send(lambda: self._add(request_id, prompt_token_ids, params, outlet))
+        if self._draining or not self._send(
+            lambda: self._add(request_id, prompt_token_ids, params, outlet)
+        ):
+            raise RequestError(
+                "the engine takes no more requests", code="engine_unavailable", status=503
+            )
         finished = False
         try:
             while not finished:
@@ -85,17 +89,16 @@ class AsyncEngine:
         return self.engine.status()
 
     def healthy(self) -> bool:
-        """Whether the thread lives and makes progress when it has work."""
+        """Whether the thread lives and has made a turn of its loop lately."""
         if self._failure is not None or not self._thread.is_alive():
             return False
-        stalled = time.monotonic() - self.engine.status().last_step_time > _STALL_SECONDS
-        return not (stalled and self.engine.has_work())
+        return time.monotonic() - self._last_turn < _STALL_SECONDS
 
     async def shutdown(self, drain_seconds: float) -> None:
         """Take no more requests, finish what runs for at most so long, then stop."""
         self._draining = True
         deadline = time.monotonic() + drain_seconds
-        while self._outlets and time.monotonic() < deadline and self._thread.is_alive():
+        while self._busy() and time.monotonic() < deadline and self._thread.is_alive():
             await asyncio.sleep(0.02)
         self._stopping = True
         self._wake.set()
@@ -103,15 +106,24 @@ class AsyncEngine:
             await asyncio.to_thread(self._thread.join)
         self.engine.close()
 
-    # -- in the engine's thread --------------------------------------------------------------
+    def _busy(self) -> bool:
+        return bool(self._outlets) or not self._commands.empty()
 
-    def _send(self, command: Callable[[], None]) -> None:
-        self._commands.put(command)
+    def _send(self, command: Callable[[], None]) -> bool:
+        """Have the engine's thread do something; False when it has ended."""
+        with self._door:
+            if self._closed:
+                return False
+            self._commands.put(command)
         self._wake.set()
+        return True
+
+    # -- in the engine's thread --------------------------------------------------------------
 
     def _run(self) -> None:
         try:
             while not self._stopping:
+                self._last_turn = time.monotonic()
                 self._wake.clear()
                 self._obey()
                 if self.engine.has_work():
@@ -138,15 +150,20 @@ class AsyncEngine:
     def _add(
         self, request_id: str, prompt: list[int], params: SamplingParams, outlet: Outlet
     ) -> None:
+        if self._closed:
+            _put(outlet, self._last_output(request_id))
+            return
         try:
             self.engine.add_request(request_id, prompt, params)
-        except (PwError, ValueError) as error:
-            outlet(error)
+        except Exception as error:  # the engine lives on, whatever it is
+            if not isinstance(error, RequestError):
+                logger.exception("request %s could not be added", request_id)
+            _put(outlet, error)
         else:
             self._outlets[request_id] = outlet
 
     def _abort(self, request_id: str) -> None:
-        output = self.engine.abort(request_id)
+        output = None if self._closed else self.engine.abort(request_id)
         if output is not None:
             self._deliver(output)
 
@@ -154,20 +171,29 @@ class AsyncEngine:
         outlet = self._outlets.get(output.request_id)
         if output.finish_reason is not None:
             self._outlets.pop(output.request_id, None)
-        if outlet is not None:
-            try:
-                outlet(output)
-            except RuntimeError:  # the event loop of this request is closed
-                self._outlets.pop(output.request_id, None)
+        if outlet is not None and not _put(outlet, output):
+            self._outlets.pop(output.request_id, None)
+            self.engine.abort(output.request_id)
 
     def _end_all(self) -> None:
         """Nobody may wait for ever: streams that are still open end with an error."""
-        self._draining = True
+        with self._door:
+            self._closed = True
         self._obey()
-        for request_id, outlet in list(self._outlets.items()):
-            reason = "the engine stopped" if self._failure is None else "the engine failed"
-            try:
-                outlet(RequestOutput(request_id, finish_reason="error", error=reason))
-            except RuntimeError:
-                continue
+        for request_id, outlet in self._outlets.items():
+            _put(outlet, self._last_output(request_id))
         self._outlets.clear()
+
+    def _last_output(self, request_id: str) -> RequestOutput:
+        """What a stream gets when the engine ends before its request."""
+        reason = "the engine stopped" if self._failure is None else "the engine failed"
+        return RequestOutput(request_id, finish_reason="error", error=reason)
+
+
+def _put(outlet: Outlet, item: RequestOutput | BaseException) -> bool:
+    """Hand an item over; False when the event loop of its reader is closed."""
+    try:
+        outlet(item)
+    except RuntimeError:
+        return False
+    return True

@@ -20,13 +20,14 @@ from pw.engine.precision import FixedPrecision, Precision, ReplayedPrecision
 from pw.engine.quality import Quality, make_quality
 from pw.engine.runner import ModelRunner
 from pw.engine.scheduler import Scheduler
+from pw.engine.statistics import statistics_bytes
 from pw.engine.trace import FORMAT, Replay, TraceWriter, read_replay
 from pw.errors import BudgetError, ConfigError, ModelError
 from pw.memory.arena import Arena
 from pw.memory.budget import Demand, MemoryPlan, plan_memory, workspace_bytes
 from pw.memory.host_store import HostPlaneStore
 from pw.memory.kv_cache import KvCache
-from pw.memory.mover import Mover
+from pw.memory.mover import CHUNK_BYTES, Mover
 from pw.memory.page_table import WeightPageTable
 from pw.memory.pool import PagePool
 from pw.models.checkpoint import Checkpoint
@@ -169,31 +170,47 @@ def _demand(
         raise ConfigError(
             f"max_model_len is {stated} but the model states {skeleton.max_model_len} tokens"
         )
-    widest = max(
-        module.weight.shape[0]
-        for name, module in skeleton.model.named_modules()
-        if isinstance(module, torch.nn.Linear) and name != "lm_head"
+    workspace = workspace_bytes(
+        artifact.geometry,
+        skeleton.kv,
+        tokens=config.max_num_batched_tokens,
+        sequences=config.max_num_seqs,
+        vocabulary=skeleton.vocab_size,
+        widest=_widest(skeleton.model),
+        itemsize=skeleton.dtype.itemsize,
     )
+    if config.policy.kind in ("adaptive", "replay"):
+        each = statistics_bytes(config.planner.residual, artifact.geometry)
+        workspace += each * min(config.max_num_seqs, config.max_num_batched_tokens)
+    if skeleton.device.type == "cuda":
+        workspace += CHUNK_BYTES  # of the mover, between host and arena
     return Demand(
         geometry=artifact.geometry,
         kv=skeleton.kv,
         kv_dtype=_dtype(config.kv_cache_dtype, skeleton.dtype),
         dense=skeleton.dense_bytes,
         experts_dense=sum(t.numel() * t.element_size() for pair in dense or () for t in pair),
-        workspace=workspace_bytes(
-            artifact.geometry,
-            tokens=config.max_num_batched_tokens,
-            sequences=config.max_num_seqs,
-            vocabulary=skeleton.vocab_size,
-            widest=widest,
-            itemsize=skeleton.dtype.itemsize,
-        ),
+        workspace=workspace,
+        # scores of one query on each thread
+        context_scratch=4 * skeleton.model.config.num_attention_heads * torch.get_num_threads(),
         least_bits=low,
         most_bits=high,
         stored_bits=(artifact.min_bits, artifact.max_bits),
         max_model_len=stated,
         max_num_seqs=config.max_num_seqs,
         page_bytes=config.page_bytes,
+    )
+
+
+def _widest(model: torch.nn.Module) -> int:
+    """Most outputs of the linear maps of one module, the output head left out."""
+    return max(
+        sum(
+            child.weight.shape[0]
+            for name, child in module.named_children()
+            if isinstance(child, torch.nn.Linear) and name != "lm_head"
+        )
+        for module in model.modules()
     )
 
 

@@ -11,11 +11,11 @@ from torch import Tensor
 from pw.engine.context import StepBatch
 from pw.engine.experts import RoutedExperts
 from pw.engine.sequence import Chunk
+from pw.memory.budget import SCORED_ROWS
 from pw.memory.kv_cache import KvCache
 from pw.models.skeleton import Skeleton
 
 _ONE_THREAD_MULTIPLIES = 32_000_000  # below, waking a second CPU thread costs more than it saves
-_LOGPROB_ROWS = 64  # rows of prompt logits normalised at a time, so that scratch stays small
 
 
 class ModelRunner:
@@ -94,8 +94,8 @@ def _logprobs(logits: Tensor, chunk: Chunk) -> list[float]:
     """Log-probabilities of the tokens that follow those of a chunk: logits [n, V] -> n floats."""
     targets = chunk.sequence.tokens(chunk.start + 1, chunk.start + 1 + len(logits))
     result: list[float] = []
-    for first in range(0, len(logits), _LOGPROB_ROWS):
-        part = logits[first : first + _LOGPROB_ROWS].float()
+    for first in range(0, len(logits), SCORED_ROWS):
+        part = logits[first : first + SCORED_ROWS].float()
         target = torch.tensor(targets[first : first + len(part)], device=part.device)
         chosen = part.gather(1, target[:, None])[:, 0]
         result += (chosen - part.logsumexp(1)).tolist()

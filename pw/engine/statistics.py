@@ -34,6 +34,16 @@ class PromptStatistics(Protocol):
         """Prompt residual [L, E, 2] of the tokens so far."""
 
 
+def statistics_bytes(mode: str, geometry: ExpertGeometry) -> int:
+    """Device bytes of the statistics of one prompt in a mode of `PlannerConfig.residual`."""
+    layers, hidden = len(geometry.layers), geometry.gate_up.cols
+    if mode == "learned":
+        return layers * 8 * (hidden + 4)
+    if mode == "exact":
+        return layers * geometry.experts * 4 * (hidden + geometry.down.cols)
+    return 0
+
+
 class LearnedStatistics:
     """Features for `ResidualHeads`."""
 

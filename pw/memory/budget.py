@@ -18,9 +18,18 @@ from pw.memory.arena import choose_page_bytes
 from pw.memory.kv_cache import token_bytes
 from pw.memory.layout import BlockLayout, choose_base_bits
 from pw.models.geometry import KvGeometry
+from pw_kernels.bitplane import padded_cols, padded_rows
 
-_HIDDEN_COPIES = 12  # hidden-sized activations alive at once in a decoder layer, counted generously
-_LOGIT_COPIES = 3  # logits, their normalised form, and a sampling copy
+SCORED_ROWS = 64  # rows of prompt logits that are normalised at a time
+
+# Tensors of each kind alive at once, counted generously; tests measure real steps against them.
+_HIDDEN_COPIES = 12  # [T, H] in a decoder layer
+_MODULE_COPIES = 3  # [T, outputs] of a module's linear maps
+_OBSERVED_COPIES = 3  # [T, H] and [T, I] shown to prompt statistics
+_LOGIT_COPIES = 3  # [S, V]: of the rows that sample, without blocked tokens
+_SAMPLING_ROWS = 16  # [V] while one row is sampled
+_PLACE_COPIES = 4  # [layers, T] int64
+_SMALL_THINGS = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -52,7 +61,8 @@ class Demand:
     kv_dtype: torch.dtype
     dense: int  # bytes of weights that are never quantized
     experts_dense: int  # bytes of unquantized experts; their planes are then not loaded
-    workspace: int
+    workspace: int  # scratch of a step, whatever the length of its sequences
+    context_scratch: int  # ... and for each token of the longest sequence
     least_bits: NDArray[np.int64]  # [n] narrowest widths that the policy can reach, by block index
     most_bits: NDArray[np.int64]  # [n] widest
     stored_bits: tuple[int, int]  # least and most bits in the artifact
@@ -73,30 +83,32 @@ def plan_memory(budget: int, demand: Demand) -> MemoryPlan:
     paged = demand.experts_dense == 0
     least = _weight_pages(layouts, demand.least_bits) if paged else 0
     most = _weight_pages(layouts, demand.most_bits) if paged else 0
-    fixed = demand.dense + demand.experts_dense + demand.workspace
+    fixed = demand.dense + demand.experts_dense
     weight_table = _weight_table_bytes(demand.geometry, layouts) if paged else 0
 
     def needed(length: int) -> int:
         """Bytes with which a sequence of this length fits alone at the least widths."""
         pages = least + _kv_pages(demand, page, length)
-        return fixed + weight_table + _kv_table_bytes(demand, page, length) + pages * page
+        tables = weight_table + _kv_table_bytes(demand, page, length)
+        return fixed + _workspace(demand, length) + tables + pages * page
 
     if needed(2) > budget:
         raise BudgetError(
             f"memory budget of {budget:,} bytes is too small: {needed(2):,} bytes are the least "
-            f"(dense {demand.dense + demand.experts_dense:,}, workspace {demand.workspace:,}, "
+            f"(dense {fixed:,}, workspace {_workspace(demand, 2):,}, "
             f"experts at their least widths {least * page:,}, tables and KV the rest)",
             "raise --memory-budget, or lower --max-num-batched-tokens and --max-num-seqs",
         )
     length = 2 + bisect.bisect_right(range(3, demand.max_model_len + 1), budget, key=needed)
     tables = weight_table + _kv_table_bytes(demand, page, length)
     useful = most + demand.max_num_seqs * _kv_pages(demand, page, length)
-    num_pages = min(useful, (budget - fixed - tables) // page)
+    workspace = _workspace(demand, length)
+    num_pages = min(useful, (budget - fixed - workspace - tables) // page)
     return MemoryPlan(
         budget=budget,
         dense=demand.dense,
         experts_dense=demand.experts_dense,
-        workspace=demand.workspace,
+        workspace=workspace,
         tables=tables,
         page_bytes=page,
         num_pages=num_pages,
@@ -107,6 +119,7 @@ def plan_memory(budget: int, demand: Demand) -> MemoryPlan:
 
 def workspace_bytes(
     geometry: ExpertGeometry,
+    kv: KvGeometry,
     *,
     tokens: int,
     sequences: int,
@@ -114,21 +127,29 @@ def workspace_bytes(
     widest: int,
     itemsize: int,
 ) -> int:
-    """Scratch of one step: activations, routed rows, logits, one decoded expert.
+    """Scratch of one step but for what grows with the context; more than was ever measured.
 
     Args:
         geometry: Of the routed experts.
+        kv: Keys and values of all layers.
         tokens: Tokens of a step at most.
         sequences: Sequences of a step at most.
         vocabulary: Columns of the logits.
-        widest: Outputs of the widest dense linear map.
+        widest: Most outputs of the dense linear maps of one module.
         itemsize: Bytes of an activation.
     """
-    hidden = geometry.gate_up.cols
-    routed = geometry.top_k * (geometry.gate_up.rows + geometry.down.cols + 2 * hidden)
-    activations = tokens * (_HIDDEN_COPIES * hidden + 2 * widest + routed) * itemsize
-    logits = (_LOGIT_COPIES * sequences + tokens) * vocabulary * 4
-    return activations + logits + (geometry.gate_up.weights + geometry.down.weights) * 4
+    hidden, inner = geometry.gate_up.cols, geometry.down.cols
+    attention = max(
+        (layer.kv_heads * (layer.k_dim + layer.v_dim) for layer in kv.layers), default=0
+    )
+    routed = padded_rows(geometry.gate_up.rows) + padded_cols(inner) + padded_rows(hidden)
+    fp32 = geometry.top_k * routed + padded_cols(hidden) + _OBSERVED_COPIES * (hidden + inner)
+    typed = _HIDDEN_COPIES * hidden + _MODULE_COPIES * (widest + attention)
+    places = 8 * (_PLACE_COPIES * len(kv.stored) + 16)  # slots and positions
+    logits = tokens + _LOGIT_COPIES * sequences + 2 * min(tokens, SCORED_ROWS) + _SAMPLING_ROWS
+    decoded = geometry.gate_up.weights + geometry.down.weights
+    per_token = typed * itemsize + fp32 * 4 + places
+    return tokens * per_token + (logits * vocabulary + decoded) * 4 + _SMALL_THINGS
 
 
 def block_layouts(demand: Demand) -> tuple[BlockLayout, BlockLayout]:
@@ -163,8 +184,13 @@ def _kv_pages(demand: Demand, page: int, tokens: int) -> int:
     return sum(-(-tokens // count) for count in per_page)
 
 
+def _workspace(demand: Demand, tokens: int) -> int:
+    return demand.workspace + demand.context_scratch * tokens
+
+
 def _kv_table_bytes(demand: Demand, page: int, tokens: int) -> int:
-    return demand.max_num_seqs * _kv_pages(demand, page, tokens) * 4
+    """Block tables, and the copy of them that a step reads."""
+    return 2 * demand.max_num_seqs * _kv_pages(demand, page, tokens) * 4
 
 
 def _weight_table_bytes(geometry: ExpertGeometry, layouts: tuple[BlockLayout, BlockLayout]) -> int:

@@ -4,8 +4,8 @@ A KV page holds keys, then values, of ONE layer for a few tokens:
 
     | K [tok, Hkv, Dk] | V [tok, Hkv, Dv] | slack |      tok = page_bytes // bytes of a token
 
-Layers whose tokens have equal bytes form a group; a group takes one page per layer each time its
-sequences grow by `tok` tokens. Layers that share another layer's KV store nothing.
+Layers with equal `tok` form a group; a group takes one page per layer each time its sequences grow
+by `tok` tokens. Layers that share another layer's KV store nothing.
 """
 
 from __future__ import annotations
@@ -113,8 +113,8 @@ class KvCache:
 
     @property
     def table_bytes(self) -> int:
-        """Bytes of the block tables."""
-        return sum(group.table.nbytes for group in self._groups)
+        """Bytes of the block tables, and of the copy of them that a step reads."""
+        return 2 * sum(group.table.nbytes for group in self._groups)
 
     # -- allocating ------------------------------------------------------------------------
 
