@@ -101,7 +101,8 @@ class PlannerConfig:
     residual: str = "learned"  # "learned" | "exact" | "off"
     routing_window: int = 4096  # tokens after which a count has decayed to 1/e
     routing_prior: int = 256  # tokens' worth of offline trace that online counts are shrunk toward
-    hot_mass: float = 2.0  # mass relative to uniform from which an expert is hot
+    # Mass is relative to the offline trace with `output_gradient`, to uniform with `hessian`.
+    hot_mass: float = 2.0  # relative mass from which an expert is hot
     cold_mass: float = 0.5  # ... below which it is cold
     hot_multiplier: float = 2.0
     warm_multiplier: float = 1.0
@@ -111,6 +112,7 @@ class PlannerConfig:
     residual_clamp: float = 1.0  # |log eta| at most
     low_watermark: float = 0.05  # fraction of arena pages free below which planes are given up
     high_watermark: float = 0.20  # ... above which planes come back
+    idle_grace_seconds: float = 0.5  # an engine idle for less keeps what the next request needs
     dwell_steps: int = 16  # least steps between a reduction and the next reload
     transfer_budget_bytes: int = 1 << 28  # bytes reloaded per second at most
     rebalance_steps: int = 256  # steps between trades of planes at constant bytes; 0 = never

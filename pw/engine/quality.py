@@ -91,7 +91,8 @@ def make_quality(
         offline,
     )
     new_statistics = _statistics(artifact, config, device)
-    return Quality(DamageModel(blocks, config), routing, counter, new_statistics)
+    expected = routing.offline if config.metric == "output_gradient" else None
+    return Quality(DamageModel(blocks, config, expected), routing, counter, new_statistics)
 
 
 def _statistics(

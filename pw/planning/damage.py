@@ -5,6 +5,12 @@ The paper's formulas (ALGORITHMS 1.3), for block i of expert (l, e):
     g_i(b -> b') = max(0, s_i^b' - s_i^b)                                  transition cost
     D_i(b -> b') = mu(bucket of m[l, e]) * eta_i(prompt) * g_i(b -> b')    damage
 
+`output_gradient` sensitivities are sums over the calibration tokens that each block saw, so they
+contain the routing of the calibration text. Multiplying by mass relative to uniform would count it
+twice: measured on the bundled model at the bytes of uniform 4 bits, that is worse than uniform by
+0.0019 [+0.0003, +0.0036] nats a token, multipliers of 1 are not (-0.0006). So mass counts relative
+to the offline trace there: an expert is hot when it is busier now than it was then.
+
 The planner wants one number per width, D_i(widest -> b), whose differences are the damages of all
 transitions. They are exactly the paper's where s falls with b. Where a measured s rises with b
 (noise), the narrower width counts as bad as the wider one, so that damage never falls as bits fall.
@@ -36,10 +42,15 @@ class DamageModel:
     Args:
         table: Costs and sensitivities of all blocks.
         config: Bucket thresholds, multipliers, floors.
+        expected: [L, E] routing mass that the sensitivities already contain; None: they contain
+            none, and mass counts relative to uniform (the paper's way, right for `hessian`).
     """
 
-    def __init__(self, table: BlockTable, config: PlannerConfig) -> None:
+    def __init__(
+        self, table: BlockTable, config: PlannerConfig, expected: FloatArray | None = None
+    ) -> None:
         self.table, self.config = table, config
+        self._expected = expected
         self._costs = transition_costs(table.sensitivity)
         self._layer_of = table.layer_of
         lowest, highest = int(table.widths[0]), int(table.widths[-1])
@@ -93,5 +104,6 @@ class DamageModel:
         )
 
     def _buckets(self, mass: FloatArray) -> IntArray:
-        found = buckets(mass, self.config.hot_mass, self.config.cold_mass)
+        config = self.config
+        found = buckets(mass, config.hot_mass, config.cold_mass, self._expected)
         return found.astype(np.int64)

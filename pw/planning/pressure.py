@@ -16,6 +16,8 @@ Hence reloads
 - wait `dwell_steps` after a release. A release within 8 such times of a reload is a flap: that
   reload was not worth its copy. Each flap doubles the wait, up to those 8 times, and 32 of them
   without a flap reset it;
+- wait `idle_grace_seconds` once the engine is idle: between two requests of one conversation planes
+  would only come back to be given up again;
 - spend a token bucket that holds one second of `transfer_budget_bytes`, in chunks of at least a
   quarter of it while more is wanted.
 """
@@ -28,7 +30,7 @@ from dataclasses import dataclass
 from pw.config import PlannerConfig
 
 LONGEST_DWELL = 8  # in units of dwell_steps
-HELD_UP = ("moving", "dwell", "transfer_budget")  # reasons that time alone removes
+HELD_UP = ("grace", "moving", "dwell", "transfer_budget")  # reasons that time alone removes
 _CHUNKS = 4  # a full bucket is worth this many reload chunks
 
 
@@ -65,6 +67,7 @@ class PressurePolicy:
         self._capacity = float(max(config.transfer_budget_bytes, page_bytes))
         self._tokens = self._capacity  # bytes
         self._seconds: float | None = None
+        self._idle_since: float | None = None
 
     def decide(
         self,
@@ -92,6 +95,7 @@ class PressurePolicy:
             idle: No request runs or waits.
         """
         self._refill(now_seconds)
+        in_grace = self._in_grace(now_seconds, idle)
         low = math.ceil(self.config.low_watermark * pages_total)
         high = max(math.ceil(self.config.high_watermark * pages_total), low + 1)
         projected = pages_free - forecast_pages
@@ -104,6 +108,8 @@ class PressurePolicy:
         wanted = projected - (low + 1 if idle else high)
         if wanted <= 0:
             return Decision(reason="steady")
+        if in_grace:
+            return Decision(reason="grace")
         if moving:
             return Decision(reason="moving")
         if now_step < self._reload_from:
@@ -132,6 +138,15 @@ class PressurePolicy:
         self.reloads -= 1
         self._tokens += decision.reload_pages * self.page_bytes
         self._reload_from = now_step + self._dwell
+
+    def _in_grace(self, now_seconds: float, idle: bool) -> bool:
+        """Whether the engine has just become idle: the next request may be a moment away."""
+        if not idle:
+            self._idle_since = None
+            return False
+        if self._idle_since is None:
+            self._idle_since = now_seconds
+        return now_seconds - self._idle_since < self.config.idle_grace_seconds
 
     def _refill(self, now_seconds: float) -> None:
         elapsed = 0.0 if self._seconds is None else max(0.0, now_seconds - self._seconds)

@@ -25,7 +25,7 @@ from pw.planning.ladder import FloatArray
 
 
 class Bucket(IntEnum):
-    """How busy an expert is, by mass relative to uniform."""
+    """How busy an expert is, by mass relative to what is expected of it."""
 
     COLD = 0
     WARM = 1
@@ -76,6 +76,11 @@ class RoutingStats:
         self._sums = self._sums * decay + _clean(mass_sums)
         self.tokens = self.tokens * decay + tokens
 
+    @property
+    def offline(self) -> FloatArray:
+        """Share [L, E] of each layer's router weight in the offline trace."""
+        return self._offline
+
     def mass(self) -> FloatArray:
         """Share [L, E] of each layer's router weight, shrunk toward the offline trace."""
         if self.tokens == 0:
@@ -85,11 +90,24 @@ class RoutingStats:
         return weight * online + (1.0 - weight) * self._offline
 
 
-def buckets(mass: FloatArray, hot_mass: float, cold_mass: float) -> npt.NDArray[np.int8]:
-    """Bucket [L, E] of every expert: mass relative to uniform (1/E) at or above `hot_mass` is hot,
-    below `cold_mass` cold, else warm.
+def buckets(
+    mass: FloatArray,
+    hot_mass: float,
+    cold_mass: float,
+    expected: FloatArray | None = None,
+) -> npt.NDArray[np.int8]:
+    """Bucket [L, E] of every expert: mass relative to what is expected of it at or above `hot_mass`
+    is hot, below `cold_mass` cold, else warm.
+
+    Args:
+        mass: [L, E] shares.
+        hot_mass: Threshold.
+        cold_mass: Threshold.
+        expected: [L, E] shares; None: uniform, 1/E. An expert that nothing was expected of counts
+            as one of a tenth of the uniform share.
     """
-    relative = mass * mass.shape[1]
+    uniform = 1.0 / mass.shape[1]
+    relative = mass / (uniform if expected is None else np.maximum(expected, 0.1 * uniform))
     return np.where(
         relative >= hot_mass, Bucket.HOT, np.where(relative < cold_mass, Bucket.COLD, Bucket.WARM)
     ).astype(np.int8)

@@ -12,7 +12,7 @@ PAGE = 1 << 16
 
 
 def policy(**dials):
-    return PressurePolicy(PlannerConfig(**dials), PAGE)
+    return PressurePolicy(PlannerConfig(**({"idle_grace_seconds": 0.0} | dials)), PAGE)
 
 
 def decide(judge, free, step=1000, forecast=0, below=1, moving=False, seconds=None, idle=False):
@@ -45,6 +45,15 @@ def test_release_is_equation_7_with_a_forecast(free, forecast, pages, reason):
 @pytest.mark.parametrize("free", [51, 120, 200])
 def test_nothing_moves_between_the_watermarks(free):
     assert decide(policy(), free) == Decision(reason="steady")
+
+
+def test_an_engine_that_has_just_become_idle_waits_for_the_next_request():
+    judge = policy(idle_grace_seconds=0.5)
+    assert decide(judge, 100, seconds=7.0, idle=True).reason == "grace"
+    assert decide(judge, 100, seconds=7.4, idle=True).reason == "grace"
+    assert decide(judge, 100, seconds=7.45).reason == "steady"  # a request came and went
+    assert decide(judge, 100, seconds=7.6, idle=True).reason == "grace"
+    assert decide(judge, 100, seconds=8.2, idle=True).reload_pages == 49
 
 
 def test_reload_stops_at_the_high_watermark():

@@ -76,3 +76,11 @@ def test_other_shapes_are_refused(shape):
         RoutingStats(2, 3, 10, 1, np.ones(shape))
     with pytest.raises(ValueError, match="expected"):
         RoutingStats(2, 3, 10, 1).update(np.ones(shape), 1)
+
+
+def test_buckets_relative_to_an_expected_mass():
+    mass = np.array([[0.5, 0.25, 0.24, 0.01]])
+    expected = np.array([[0.5, 0.1, 0.4, 0.0]])
+    found = buckets(mass, hot_mass=2.0, cold_mass=0.7, expected=expected)
+    # The last had no offline share: it is compared with a tenth of the uniform one, 0.025.
+    assert found.tolist() == [[Bucket.WARM, Bucket.HOT, Bucket.COLD, Bucket.COLD]]

@@ -55,7 +55,7 @@ def make_artifact(kind: str, folder: Path, **overrides: Any) -> tuple[Any, Path]
 
 def open_engine(artifact: Path, policy: str = "adaptive", **settings: Any) -> Engine:
     """An engine on the CPU with small limits; planner settings are given as `planner_...`."""
-    planner = {"residual": "off", "dwell_steps": 2}
+    planner: dict[str, Any] = {"residual": "off", "dwell_steps": 2, "idle_grace_seconds": 0.0}
     for name in [name for name in settings if name.startswith("planner_")]:
         planner[name.removeprefix("planner_")] = settings.pop(name)
     defaults: dict[str, Any] = {
