@@ -9,6 +9,7 @@ from torch import Tensor
 
 MIN_PAGE_BYTES = 4096
 MAX_PAGE_BYTES = 1 << 21
+MAX_PAGE_TOKENS = 64  # of the widest layer: a sequence leaves half a page of each layer empty
 _TOLERATED_PADDING = 0.02  # of the bytes stored: larger pages are cheaper to keep books on
 
 
@@ -55,6 +56,8 @@ def pages_for(num_bytes: int, page_bytes: int) -> int:
 def choose_page_bytes(regions: Iterable[tuple[int, int]], kv_token_bytes: Iterable[int]) -> int:
     """The largest page size whose padding is within 2 % of the stored bytes of the least.
 
+    Unless a page would then hold many tokens, which short sequences would not fill.
+
     Args:
         regions: (bytes, how many) of the regions that fill whole pages: planes and LUTs.
         kv_token_bytes: Bytes that one token needs in each layer; a page holds at least one token.
@@ -63,8 +66,10 @@ def choose_page_bytes(regions: Iterable[tuple[int, int]], kv_token_bytes: Iterab
     kv = [size for size in kv_token_bytes if size > 0]
     stored = sum(size * count for size, count in regions) or 1
     candidates = []
-    page = MIN_PAGE_BYTES
-    while page <= MAX_PAGE_BYTES:
+    page, largest = MIN_PAGE_BYTES, MAX_PAGE_BYTES
+    if kv:
+        largest = min(largest, max(MIN_PAGE_BYTES, MAX_PAGE_TOKENS * max(kv)))
+    while page <= largest:
         if all(size <= page for size in kv):
             padding = sum((pages_for(s, page) * page - s) * count for s, count in regions) / stored
             padding += max((1 - (page // size) * size / page for size in kv), default=0.0)
