@@ -1,0 +1,253 @@
+"""The engine's thread: who waits always gets an end, whatever happens."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pw.engine import AsyncEngine, Engine
+from pw.engine import async_engine as module
+from pw.engine.request import RequestOutput, SamplingParams
+from pw.errors import RequestError
+from support.engines import open_engine, random_prompt
+
+LONG = SamplingParams(temperature=0, max_tokens=150, ignore_eos=True)
+SHORT = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+BYTES = 3  # first id that is a byte
+
+
+@pytest.fixture(scope="module")
+def shared(qwen: tuple[Any, Path]) -> Engine:
+    return open_engine(qwen[1], "static:3", max_num_seqs=2)
+
+
+@pytest.fixture
+def engine(shared: Engine) -> Iterator[Engine]:
+    """An engine that each test leaves without requests, pages or patches."""
+    yield shared
+    for name in ("step", "add_request", "abort"):
+        shared.__dict__.pop(name, None)
+    for name in list(shared._sequences):
+        shared.abort(name)
+    shared.check_integrity()
+    assert shared.status().pages_kv == 0
+
+
+async def outputs(engine: AsyncEngine, name: str, params: SamplingParams) -> list[RequestOutput]:
+    return [output async for output in engine.generate(name, random_prompt(40, 1), params)]
+
+
+def run(engine: Engine, work: Callable[[AsyncEngine], Awaitable[Any]], drain: float = 0) -> Any:
+    """Do something with a started AsyncEngine, then shut it down."""
+
+    async def whole() -> Any:
+        served = AsyncEngine(engine)
+        served.start()
+        try:
+            return await asyncio.wait_for(work(served), 60)
+        finally:
+            await served.shutdown(drain)
+            assert not served._thread.is_alive()
+            assert not served.healthy()
+
+    return asyncio.run(whole())
+
+
+async def until(true: Callable[[], bool]) -> None:
+    for _ in range(2000):
+        if true():
+            return
+        await asyncio.sleep(0.005)
+    pytest.fail("waited for too long")
+
+
+def test_streams_of_several_requests_end_each_with_its_own(engine: Engine) -> None:
+    async def work(served: AsyncEngine) -> list[list[RequestOutput]]:
+        assert served.healthy()
+        return list(await asyncio.gather(*(outputs(served, f"r{i}", SHORT) for i in range(5))))
+
+    for number, stream in enumerate(run(engine, work)):
+        assert {output.request_id for output in stream} == {f"r{number}"}
+        assert [output.finish_reason for output in stream] == [None, None, None, "length"]
+        assert [output.completion_tokens for output in stream] == [1, 2, 3, 4]
+        assert stream[0].prompt_tokens == 40
+
+
+@pytest.mark.parametrize("state", ["queue", "prefill", "decode"])
+def test_a_reader_that_leaves_gives_everything_back(engine: Engine, state: str) -> None:
+    async def work(served: AsyncEngine) -> None:
+        others = [
+            asyncio.create_task(outputs(served, f"other{i}", LONG))
+            for i in range(2 if state == "queue" else 0)
+        ]
+        await until(lambda: served.status().running == len(others))
+        aborted = served.status().aborted
+        length = 40 if state == "queue" else 60  # more than one chunk of 32
+        prompt = random_prompt(length, 2)
+        stream = served.generate("gone", prompt, LONG)
+        first = asyncio.create_task(anext(stream))
+        if state == "decode":
+            await first
+        else:
+            await until(lambda: "gone" in engine._sequences)
+            first.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await first
+        await stream.aclose()
+        await until(lambda: "gone" not in engine._sequences)
+        assert served.status().aborted == aborted + 1
+        for task in others:
+            assert (await task)[-1].finish_reason == "length"
+        await until(lambda: served.status().pages_kv == 0)
+
+    run(engine, work)
+
+
+def test_refusals_come_through_the_stream_and_harm_nobody(engine: Engine) -> None:
+    async def work(served: AsyncEngine) -> None:
+        neighbour = asyncio.create_task(outputs(served, "neighbour", SHORT))
+        for prompt, message in (([], "is empty"), ([999], "outside"), ([5] * 999, "context")):
+            with pytest.raises(RequestError, match=message):
+                await anext(served.generate("bad", prompt, SHORT))
+        with pytest.raises(TypeError):  # nothing that a prompt can be stops the engine
+            await anext(served.generate("bad", [None], SHORT))  # type: ignore[list-item]
+        assert len(await neighbour) == 4
+
+    run(engine, work)
+
+
+def test_an_id_in_use_is_refused_and_its_owner_served_on(engine: Engine) -> None:
+    async def work(served: AsyncEngine) -> list[RequestOutput]:
+        owner = asyncio.create_task(outputs(served, "same", LONG))
+        await until(lambda: "same" in engine._sequences)
+        with pytest.raises(ValueError, match="request id is in use: same"):
+            await outputs(served, "same", SHORT)
+        return await owner
+
+    assert len(run(engine, work)) == 150
+
+
+def test_shutdown_lets_requests_finish_and_takes_no_more(engine: Engine) -> None:
+    async def whole() -> None:
+        served = AsyncEngine(engine)
+        served.start()
+        tasks = [asyncio.create_task(outputs(served, f"r{i}", LONG)) for i in range(3)]
+        await asyncio.sleep(0)  # they have sent their requests, the thread may not have seen them
+        ending = asyncio.create_task(served.shutdown(60))
+        await asyncio.sleep(0)
+        with pytest.raises(RequestError, match="takes no more requests") as refused:
+            await outputs(served, "late", SHORT)
+        assert refused.value.status == 503
+        for task in tasks:
+            assert (await task)[-1].finish_reason == "length"
+        await ending
+
+    asyncio.run(whole())
+
+
+def test_what_does_not_finish_in_time_ends_with_an_error(engine: Engine) -> None:
+    async def whole() -> None:
+        served = AsyncEngine(engine)
+        served.start()
+        tasks = [asyncio.create_task(outputs(served, f"r{i}", LONG)) for i in range(3)]
+        await until(lambda: len(engine._sequences) == 3)
+        await served.shutdown(0)
+        for task in tasks:
+            last = (await task)[-1]
+            assert last.finish_reason == "error"
+            assert last.error == "the engine stopped"
+
+    asyncio.run(whole())
+
+
+def test_a_fault_ends_all_streams_and_refuses_new_ones(engine: Engine) -> None:
+    async def work(served: AsyncEngine) -> None:
+        tasks = [asyncio.create_task(outputs(served, f"r{i}", LONG)) for i in range(3)]
+        await until(lambda: served.status().running == 2)
+
+        def broken() -> Any:
+            raise RuntimeError("a fault made by the test")
+
+        engine.step = broken  # type: ignore[method-assign]
+        for task in tasks:
+            last = (await task)[-1]
+            assert (last.finish_reason, last.error) == ("error", "the engine failed")
+        assert not served.healthy()
+        with pytest.raises(RequestError) as refused:
+            await outputs(served, "late", SHORT)
+        assert refused.value.code == "engine_unavailable"
+        served.abort("r0")  # nothing happens
+
+    run(engine, work)
+
+
+def test_requests_that_come_while_the_engine_dies_end_too(engine: Engine) -> None:
+    """However thread and event loop interleave, no stream is left without an end."""
+    dying, go = threading.Event(), threading.Event()
+
+    def dies() -> Any:
+        dying.set()
+        go.wait(20)
+        raise RuntimeError("a fault made by the test")
+
+    async def work(served: AsyncEngine) -> None:
+        engine.step = dies  # type: ignore[method-assign]
+        first = asyncio.create_task(outputs(served, "first", SHORT))
+        await until(dying.is_set)
+        second = asyncio.create_task(outputs(served, "second", SHORT))
+        await asyncio.sleep(0)
+        go.set()
+        for task in (first, second):
+            assert (await task)[-1].error == "the engine failed"
+        assert "second" not in engine._sequences
+
+    run(engine, work)
+
+
+def test_health_is_a_turn_of_the_loop_lately_busy_or_idle(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_STALL_SECONDS", 0.5)
+    stuck, go = threading.Event(), threading.Event()
+    step = engine.step
+
+    def hangs() -> Any:
+        stuck.set()
+        go.wait(20)
+        return step()
+
+    async def work(served: AsyncEngine) -> None:
+        await asyncio.sleep(0.7)
+        assert served.healthy()  # idle for longer than a stall lasts
+        engine.step = hangs  # type: ignore[method-assign]
+        task = asyncio.create_task(outputs(served, "r", SHORT))
+        await until(stuck.is_set)
+        assert served.healthy()
+        assert served.status().waiting == 1  # a snapshot does not wait for the step
+        await until(lambda: not served.healthy())
+        go.set()
+        await task
+        assert served.healthy()
+
+    run(engine, work)
+
+
+def test_an_event_loop_that_is_gone_does_not_keep_its_request(engine: Engine) -> None:
+    served = AsyncEngine(engine)
+    served.start()
+    loop = asyncio.new_event_loop()
+    stream = served.generate("orphan", random_prompt(10, 1), LONG)
+    loop.run_until_complete(anext(stream))
+    loop.close()
+    deadline = time.monotonic() + 20
+    while engine.has_work() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not engine.has_work()
+    assert served.healthy()
+    asyncio.run(served.shutdown(0))

@@ -1,0 +1,81 @@
+"""Real steps never allocate more than the plan set aside for them."""
+
+from __future__ import annotations
+
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.profiler import ProfilerActivity, profile
+
+from pw.engine import Engine
+from pw.engine.request import SamplingParams
+from support.engines import make_artifact, open_engine, random_prompt
+
+EVERYTHING = SamplingParams(
+    temperature=1.0,
+    top_p=0.9,
+    top_k=20,
+    seed=1,
+    max_tokens=5,
+    ignore_eos=True,
+    prompt_logprobs=True,
+    logprobs=5,
+    min_tokens=2,
+)
+
+
+def peak_bytes(engine: Engine) -> int:
+    """Most bytes alive at once that one step allocated, in torch and outside it."""
+    tracemalloc.start()
+    before = tracemalloc.get_traced_memory()[0]
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        engine.step()
+    elsewhere = tracemalloc.get_traced_memory()[1] - before  # numpy, for the most part
+    tracemalloc.stop()
+    results = profiler.profiler.kineto_results.events()
+    events = sorted((e.start_ns(), e.nbytes()) for e in results if e.name() == "[memory]")
+    assert events
+    live = peak = 0
+    for _, size in events:
+        live += size
+        peak = max(peak, live)
+    return peak + elsewhere
+
+
+def worst(engine: Engine, prompt: int) -> int:
+    """The worst step of a full engine, prefill and decode."""
+    engine.generate([random_prompt(20, 0)], EVERYTHING)  # whatever is made once is made
+    for seed in range(8):
+        engine.add_request(f"r{seed}", random_prompt(prompt, seed), EVERYTHING)
+    peaks = []
+    while engine.has_work():
+        peaks.append(peak_bytes(engine))
+    assert len(peaks) > 5
+    return max(peaks)
+
+
+@pytest.mark.parametrize(
+    ("policy", "tokens", "settings"),
+    [
+        ("adaptive", 32, {}),
+        ("adaptive", 256, {"planner_residual": "exact"}),
+        ("static:4", 256, {}),
+        ("dense", 256, {}),
+    ],
+)
+def test_steps_stay_within_their_workspace(
+    qwen: tuple[Any, Path], policy: str, tokens: int, settings: dict[str, Any]
+) -> None:
+    engine = open_engine(qwen[1], policy, max_num_batched_tokens=tokens, **settings)
+    planned = engine.status().bytes.workspace
+    measured = worst(engine, 100)
+    assert measured <= planned
+    assert planned < 8 * measured  # generous, not absurd
+
+
+def test_layers_of_another_kind_stay_within_it_too(tmp_path: Path) -> None:
+    _, artifact = make_artifact("gemma4_shared", tmp_path)
+    engine = open_engine(artifact, "static:4", max_num_batched_tokens=128)
+    assert worst(engine, 60) <= engine.status().bytes.workspace
