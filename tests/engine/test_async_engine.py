@@ -19,7 +19,6 @@ from support.engines import open_engine, random_prompt
 
 LONG = SamplingParams(temperature=0, max_tokens=150, ignore_eos=True)
 SHORT = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
-BYTES = 3  # first id that is a byte
 
 
 @pytest.fixture(scope="module")
@@ -81,25 +80,38 @@ def test_streams_of_several_requests_end_each_with_its_own(engine: Engine) -> No
 
 @pytest.mark.parametrize("state", ["queue", "prefill", "decode"])
 def test_a_reader_that_leaves_gives_everything_back(engine: Engine, state: str) -> None:
+    step, permits = engine.step, threading.Semaphore(0)
+
+    def paced() -> Any:
+        permits.acquire(timeout=20)
+        return step()
+
     async def work(served: AsyncEngine) -> None:
+        engine.step = paced  # type: ignore[method-assign]
         others = [
             asyncio.create_task(outputs(served, f"other{i}", LONG))
             for i in range(2 if state == "queue" else 0)
         ]
+        permits.release(len(others) + 1)
         await until(lambda: served.status().running == len(others))
         aborted = served.status().aborted
-        length = 40 if state == "queue" else 60  # more than one chunk of 32
-        prompt = random_prompt(length, 2)
-        stream = served.generate("gone", prompt, LONG)
+        stream = served.generate("gone", random_prompt(60, 2), LONG)  # two chunks of 32
         first = asyncio.create_task(anext(stream))
+        await asyncio.sleep(0)
         if state == "decode":
+            permits.release(3)
             await first
         else:
+            if state == "queue":
+                permits.release()
+            computed = 0 if state == "queue" else 32
             await until(lambda: "gone" in engine._sequences)
+            await until(lambda: engine._sequences["gone"].computed == computed)
             first.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await first
         await stream.aclose()
+        permits.release(1000)
         await until(lambda: "gone" not in engine._sequences)
         assert served.status().aborted == aborted + 1
         for task in others:

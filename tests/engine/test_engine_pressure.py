@@ -94,20 +94,43 @@ def test_sixteen_long_requests_over_a_cache_that_holds_one_and_a_half(
     engine.check_integrity()
 
 
+@pytest.mark.parametrize("mover", ["quick", "slow"])
 def test_sixteen_long_requests_finish_under_adaptive_precision_too(
-    qwen: tuple[Any, Path],
+    qwen: tuple[Any, Path], mover: str
 ) -> None:
     _, artifact = qwen
     least = open_engine(artifact, "static:2")
     page = least.status().page_bytes
     needed = least.status().bytes.total - least.status().bytes.free
     engine = open_engine(artifact, memory_budget=needed + page * 3 * 60)
+    if mover == "slow":
+        engine._parts.mover._chunk_pages = 1  # type: ignore[union-attr]
     prompts = [random_prompt(40, seed) for seed in range(16)]
     params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
     for _ in run(engine, prompts, params):
         pass
     assert engine.status().finished == 16
     assert engine.status().failed == 0
+
+
+def test_layer_floors_bound_what_may_be_released(qwen: tuple[Any, Path]) -> None:
+    _, artifact = qwen
+    budget = tight_budget(artifact, kv_tokens=80)
+    dials: dict[str, Any] = {"planner_low_watermark": 0.01, "planner_hot_expert_floor": 2}
+    free, bound = (
+        open_engine(artifact, memory_budget=budget, planner_layer_floor=floor, **dials)
+        for floor in (0.0, 5.0)
+    )
+    pages = [engine._parts.precision.releasable() for engine in (free, bound)]
+    assert 0 < pages[1] < pages[0]
+    for engine, most in zip((free, bound), pages, strict=True):
+        assert engine._parts.precision.release(10**6, "test") == most
+        assert engine._parts.precision.releasable() == 0
+        engine.check_integrity()
+    assert min(bound.status().layer_bits.values()) >= 5
+    assert free.status().mean_bits == 2
+    # The floor is soft for a sequence that runs alone.
+    assert len(bound.generate([random_prompt(150, 1)], GREEDY)) == 1
 
 
 def test_request_that_could_never_fit_is_refused_at_once(qwen: tuple[Any, Path]) -> None:
