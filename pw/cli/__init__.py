@@ -4,6 +4,7 @@ stage inside, so that `pw --help` loads neither torch nor transformers.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from typing import Annotated
@@ -58,6 +59,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     Raises:
         SystemExit: Always, with the exit code.
     """
+    # Torch's CPU threads spin for milliseconds while they wait for each other. Where other jobs want
+    # the cores, that makes small products a hundred times slower; asleep they cost microseconds.
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     try:
         code = app(args=arguments, prog_name="pw", standalone_mode=False)
     except UsageError as error:
