@@ -9,14 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pw.blocks import MODULES, BlockKey
+from pw.blocks import MODULES
 from pw_pipelines.dequantized import DequantizedBlocks
-from pw_pipelines.observation import ObservedModel, Weights
+from pw_pipelines.observation import ObservedModel
 from pw_pipelines.progress import Progress
 
 _BLOCKS = 24
@@ -50,13 +51,10 @@ def measure_agreement(
     keys = [geometry.key(int(index)) for index in np.sort(drawn)]
     text = windows[: max(1, _TOKENS // windows.shape[1])]
     bits = blocks.widths[0]
-    reference = model.logits(text).log_softmax(-1)
-    measured = []
-    with progress.stage("agreement", count, "blocks") as advance:
-        for key in keys:
-            lowered = _lowered(model, blocks, key, bits)
-            measured.append(divergence(reference, model.logits(text, weights=lowered)))
-            advance(1)
+    with progress.stage("agreement", model.layers, "layers") as advance:
+        changes = {key: partial(blocks.weight, key, bits) for key in keys}
+        reference, changed = model.branches(text, changes, advance)
+        measured = [_divergence(model, text, reference, changed[key]) for key in keys]
     places = [(geometry.slot(k.layer), k.expert, MODULES.index(k.module)) for k in keys]
     chosen = {name: np.array([values[p][0] for p in places]) for name, values in scores.items()}
     return Agreement(
@@ -83,9 +81,9 @@ def spearman(a: NDArray[np.float64], b: NDArray[np.float64]) -> float:
     return float(np.corrcoef(first, second)[0, 1])
 
 
-def _lowered(
-    model: ObservedModel, blocks: DequantizedBlocks, lowered: BlockKey, bits: int
-) -> Weights:
-    """Weights of the model with one block at a width."""
-    weight = blocks.weight(lowered, bits)
-    return lambda key: weight if key == lowered else model.weight(key)
+def _divergence(model: ObservedModel, text: Tensor, reference: Tensor, other: Tensor) -> float:
+    """`divergence` between two outputs of the last layer [B, S, H], a part at a time."""
+    total = 0.0
+    for expected, got in zip(model.logits(text, reference), model.logits(text, other), strict=True):
+        total += divergence(expected.log_softmax(-1), got) * expected.shape[1]
+    return total / text.shape[1]

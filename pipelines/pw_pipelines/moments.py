@@ -22,7 +22,7 @@ from pw_pipelines.observation import ObservedModel, batches
 from pw_pipelines.progress import Progress
 
 THIN_TOKENS = 64  # fewer routed tokens than this are not trusted alone
-NON_FINITE_LIMIT = 0.1  # share of a block's input rows that may be dropped
+NON_FINITE_LIMIT = 0.1  # share of a layer's, or of a block's own, rows that may be dropped
 _DEAD_WARNING, _THIN_WARNING = 0.05, 0.20  # shares of experts that call for a warning
 
 
@@ -49,12 +49,11 @@ class MomentSums(ExpertObserver):
         self.mass = torch.zeros(shape, dtype=torch.float64)
 
     def routed(self, slot: int, inputs: Tensor, ids: Tensor, weights: Tensor) -> None:
-        """Count routed tokens and router weight."""
-        del inputs
-        flat = ids.flatten().cpu()
+        """Count routed tokens and router weight; tokens that are not finite do not count."""
+        finite = torch.isfinite(inputs).all(1)
+        flat = ids[finite].flatten().cpu()
         self.tokens[slot] += torch.bincount(flat, minlength=self.geometry.experts)
-        weight = torch.nan_to_num(weights.flatten().double().cpu(), nan=0.0, posinf=0.0)
-        self.mass[slot].index_add_(0, flat, weight)
+        self.mass[slot].index_add_(0, flat, weights[finite].flatten().double().cpu())
 
     def expert(self, call: ExpertCall) -> None:
         """Add up the squared inputs of both blocks."""
@@ -113,10 +112,9 @@ def measure_moments(model: ObservedModel, windows: Tensor, progress: Progress) -
         ModelError: Too many rows of a block's input are not finite.
     """
     sums = MomentSums(model.geometry)
-    with progress.stage("calibration", windows.shape[0], "samples") as advance:
-        for batch in batches(windows):
-            model.logits(batch, sums)
-            advance(batch.shape[0])
+    units = windows.shape[0] * model.layers
+    with progress.stage("calibration", units, "samples x layers") as advance:
+        model.read(windows, [sums] * len(list(batches(windows))), advance=advance)
     return finish_moments(sums)
 
 
@@ -153,17 +151,28 @@ def finish_moments(sums: MomentSums) -> Moments:
 
 
 def _check_finite(sums: MomentSums) -> None:
+    """Refuse a layer that too many tokens reach as non-finite, or a block that makes too many."""
+    hint = "the checkpoint is damaged, or its activations overflow the dtype"
+    limit = f"limit {NON_FINITE_LIMIT:.0%}"
+    gate_up, down = sums.dropped.unbind(2)  # [L, E] each
+    seen = gate_up + sums.rows[:, :, MODULES.index("gate_up")]
     for slot, layer in enumerate(sums.geometry.layers):
+        lost, rows = int(gate_up[slot].sum()), int(seen[slot].sum())
+        if lost > NON_FINITE_LIMIT * rows:
+            raise ModelError(
+                f"inputs of the experts of layer {layer} are not finite in {lost} of {rows} rows, "
+                f"{limit}",
+                hint,
+            )
         for expert in range(sums.geometry.experts):
-            for index, module in enumerate(MODULES):
-                dropped = int(sums.dropped[slot, expert, index])
-                seen = dropped + int(sums.rows[slot, expert, index])
-                if dropped > NON_FINITE_LIMIT * seen:
-                    raise ModelError(
-                        f"inputs of {BlockKey(layer, expert, module)} are not finite in {dropped} "
-                        f"of {seen} rows, limit {NON_FINITE_LIMIT:.0%}",
-                        "the checkpoint is damaged, or its activations overflow the dtype",
-                    )
+            lost = int(down[slot, expert] - gate_up[slot, expert])
+            rows = int(seen[slot, expert] - gate_up[slot, expert])
+            if lost > NON_FINITE_LIMIT * rows:
+                raise ModelError(
+                    f"inputs of {BlockKey(layer, expert, 'down')} are not finite in {lost} of "
+                    f"{rows} rows, {limit}",
+                    hint,
+                )
 
 
 def _fill(squares: Tensor, rows: Tensor, *, per_column: bool) -> Tensor:

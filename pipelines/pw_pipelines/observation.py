@@ -1,96 +1,249 @@
-"""A dense model that reads windows of text under observation, with experts that can be exchanged.
+"""A model that reads windows of text under observation, one decoder layer after the other.
 
-What is measured is the observers' business (`pw.models.dense.ExpertObserver`).
+Every layer takes all batches before the next is loaded, so memory holds one layer whatever their
+number; hidden states wait in `Activations`. Gradients go the same way backward: each layer is
+computed again from its stored input. What is measured is the observers' business
+(`pw.models.dense.ExpertObserver`).
 
-Axes: P windows, B windows of a batch, S tokens of a window.
+Axes: P windows, B windows of a batch, S tokens of a window, H hidden, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from pw.blocks import BlockKey
+from pw.blocks import BlockKey, Module
 from pw.models.checkpoint import Checkpoint
-from pw.models.dense import ExpertObserver, TorchExperts, load_dense
-from pw.models.experts import expert_modules
+from pw.models.dense import ExpertObserver
+from pw.models.layered import LayeredModel, SharedKv
+from pw_pipelines.activations import Activations
+from pw_pipelines.progress import Advance
 
-Weights = Callable[[BlockKey], Tensor]  # -> [N, K], any float dtype
+Weights = Callable[[BlockKey], Tensor | None]  # -> [N, K], any float dtype; None = the model's own
 
 _TOKENS_PER_BATCH = 2048
+_LOGITS_AT_ONCE = 1 << 26
+_CACHE_BYTES = 1 << 28  # a model of this size is read from disk once
 
 
 class ObservedModel:
-    """A loaded model.
+    """A checkpoint that can be run.
 
     Args:
         checkpoint: An opened checkpoint with experts.
         device: Where to run; "auto" = the GPU if there is one.
+        scratch: Folder for hidden states that do not fit in memory; None = the system's.
+        cache_bytes: Layers beyond the one in use are kept up to this.
     """
 
-    def __init__(self, checkpoint: Checkpoint, device: str = "auto") -> None:
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        device: str = "auto",
+        *,
+        scratch: Path | None = None,
+        cache_bytes: int = _CACHE_BYTES,
+    ) -> None:
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
         self.device = torch.device(device)
         self.geometry = checkpoint.geometry
-        dtype = torch.float32 if self.device.type == "cpu" else checkpoint.weight_dtype
-        self._model: Any = load_dense(checkpoint, dtype, self.device)
-        experts: Any = expert_modules(self._model)[0][1]
-        self._experts: TorchExperts = experts.pw_experts
-        self._original = self._experts.weight
+        self._dtype = torch.float32 if self.device.type == "cpu" else checkpoint.weight_dtype
+        self._model = LayeredModel(checkpoint, self._dtype, self.device, cache_bytes)
+        self._original = self._model.experts.weight
+        self._scratch = scratch
 
-    def weight(self, key: BlockKey) -> Tensor:
-        """Unquantized weight [N, K] of a block."""
-        slot = self.geometry.slot(key.layer)
-        weight: Tensor = self._original(slot, key.expert, key.module, self.device)
-        return weight
+    @property
+    def layers(self) -> int:
+        """Number of decoder layers, dense ones included."""
+        return self._model.layers
 
     @torch.no_grad()
-    def logits(
+    def read(
         self,
         windows: Tensor,
-        observer: ExpertObserver | None = None,
+        observers: Sequence[ExpertObserver] = (),
         weights: Weights | None = None,
-    ) -> Tensor:
-        """Logits [B, S, vocab] of windows [B, S], with other expert weights if given."""
-        return self._forward(windows, observer, weights)
+        advance: Advance = lambda _: None,
+    ) -> Activations:
+        """Read windows [P, S]; gives the last layer's output of every batch, as place 0.
 
-    def losses(self, windows: Tensor, weights: Weights | None = None) -> Tensor:
-        """Loss [B, S-1] in nats of every token but the first of windows [B, S]."""
-        return _losses(self.logits(windows, weights=weights), windows.to(self.device))
+        Args:
+            windows: Tokens.
+            observers: One for each of `batches(windows)`, or none.
+            weights: Other expert weights than the model's.
+            advance: Called with the number of windows each time a layer has read some.
+        """
+        parts = list(batches(windows))
+        states, shared = self._embed(parts, 1)
+        for layer in range(self.layers):
+            for batch, ids in enumerate(parts):
+                with self._watched(observers[batch] if observers else None, weights):
+                    output = self._layer(layer, ids, states.get(0, batch), shared[batch])
+                states.put(0, batch, output)
+                advance(ids.shape[0])
+        return states
 
-    def backward(self, windows: Tensor, observer: ExpertObserver) -> None:
-        """Read windows [B, S] and back-propagate the sum of all tokens' losses."""
-        with torch.enable_grad():
-            logits = self._forward(windows, observer, None)
-            torch.autograd.backward(_losses(logits, windows.to(self.device)).sum())
+    def backward(
+        self, windows: Tensor, observer: ExpertObserver, advance: Advance = lambda _: None
+    ) -> None:
+        """Read windows [P, S] and back-propagate the sum of all tokens' losses.
 
-    def _forward(
-        self, windows: Tensor, observer: ExpertObserver | None, weights: Weights | None
-    ) -> Tensor:
-        layers = self.geometry.layers
-        self._experts.observer = observer
-        self._experts.weight = (
-            self._original
-            if weights is None
-            else lambda slot, expert, module, _: weights(BlockKey(layers[slot], expert, module))
-        )
-        output = self._model(input_ids=windows.to(self.device), use_cache=False)
-        logits: Tensor = output.logits
-        return logits
+        `advance` is called with the number of windows each time a layer has read some, and again
+        on the way back; `backward_units` says how often in all.
+        """
+        parts = list(batches(windows))
+        first, last = self.geometry.layers[0], self.layers - 1
+        states, shared = self._inputs(parts, first, advance)
+        gradients: list[SharedKv] = [{} for _ in parts]
+        for layer in range(last, first - 1, -1):
+            place = layer - first
+            for batch, ids in enumerate(parts):
+                hidden = states.get(place, batch).to(self.device).requires_grad_(layer > first)
+                above = None if layer == last else states.get(place + 1, batch)
+                with self._watched(observer, None), torch.enable_grad():
+                    self._backward(layer, ids, hidden, above, shared[batch], gradients[batch])
+                if hidden.grad is not None:
+                    states.put(place, batch, hidden.grad)
+                advance(ids.shape[0])
+
+    def backward_units(self, windows: int) -> int:
+        """What `backward` advances by in all."""
+        return windows * (2 * self.layers - 1 - self.geometry.layers[0])
+
+    @torch.no_grad()
+    def branches(
+        self, ids: Tensor, changes: Mapping[BlockKey, Callable[[], Tensor]], advance: Advance
+    ) -> tuple[Tensor, dict[BlockKey, Tensor]]:
+        """Last layer's output [B, S, H] for windows [B, S]: as is, and with each change alone.
+
+        Args:
+            ids: One batch.
+            changes: Block -> its other weight [N, K].
+            advance: Called once per layer.
+        """
+        states, shared = self._model.embed(ids.to(self.device)), SharedKv()
+        branches: dict[BlockKey, tuple[Tensor, SharedKv]] = {}
+        for layer in range(self.layers):
+            for key, (state, kv) in branches.items():
+                branches[key] = self._layer(layer, ids, state, kv), kv
+            for key in (key for key in changes if key.layer == layer):
+                weight, kv = changes[key](), dict(shared)
+                with self._watched(None, {key: weight}.get):
+                    branches[key] = self._layer(layer, ids, states, kv), kv
+            states = self._layer(layer, ids, states, shared)
+            advance(1)
+        return states, {key: state for key, (state, _) in branches.items()}
+
+    @torch.no_grad()
+    def logits(self, ids: Tensor, states: Tensor) -> Iterator[Tensor]:
+        """Logits [B, n, V] of one batch from the last layer's output, n positions at a time."""
+        ids, states = ids.to(self.device), states.to(self.device)
+        for keep in self._positions(ids, ids.shape[1]):
+            yield self._model.head(ids, states, keep)
+
+    def _embed(self, parts: list[Tensor], places: int) -> tuple[Activations, list[SharedKv]]:
+        """Place 0 filled with the first layer's inputs, and what layers of each batch share."""
+        states = Activations(places, parts, self._model.hidden_size, self._dtype, self._scratch)
+        for batch, ids in enumerate(parts):
+            states.put(0, batch, self._model.embed(ids.to(self.device)))
+        return states, [{} for _ in parts]
+
+    def _inputs(
+        self, parts: list[Tensor], first: int, advance: Advance
+    ) -> tuple[Activations, list[SharedKv]]:
+        """Inputs of layer `first` and of each one above, at places 0, 1 ..."""
+        states, shared = self._embed(parts, self.layers - first)
+        with torch.no_grad():
+            for layer in range(self.layers - 1):
+                place, target = max(0, layer - first), max(0, layer + 1 - first)
+                for batch, ids in enumerate(parts):
+                    output = self._layer(layer, ids, states.get(place, batch), shared[batch])
+                    states.put(target, batch, output)
+                    advance(ids.shape[0])
+        return states, shared
+
+    def _layer(self, layer: int, ids: Tensor, hidden: Tensor, shared: SharedKv) -> Tensor:
+        return self._model.layer(layer, ids.to(self.device), hidden.to(self.device), shared)
+
+    def _backward(
+        self,
+        layer: int,
+        ids: Tensor,
+        hidden: Tensor,
+        above: Tensor | None,
+        shared: SharedKv,
+        gradients: SharedKv,
+    ) -> None:
+        """Compute a layer again and send back the gradient of its output.
+
+        Args:
+            layer: Which layer.
+            ids: Tokens of the batch [B, S].
+            hidden: Its input [B, S, H].
+            above: Gradient of its output [B, S, H]; None for the last layer.
+            shared: Keys and values that layers of the batch share, all known by now.
+            gradients: Of those; readers add to them, the layer that made them uses them up.
+        """
+        given = {k: tuple(t.detach().requires_grad_() for t in v) for k, v in shared.items()}
+        now = dict(given)
+        output = self._layer(layer, ids, hidden, now)
+        tensors = [output]
+        upstream = [self._loss_gradient(ids, output) if above is None else above.to(self.device)]
+        for kind in [kind for kind in now if now[kind] is not given.get(kind)]:
+            made = zip(now[kind], gradients.pop(kind, ()), strict=False)
+            pairs = [(tensor, gradient) for tensor, gradient in made if tensor.requires_grad]
+            tensors += [tensor for tensor, _ in pairs]
+            upstream += [gradient for _, gradient in pairs]
+        torch.autograd.backward(tensors, upstream)
+        for kind, leaves in given.items():
+            if all(leaf.grad is not None for leaf in leaves):
+                found = tuple(leaf.grad for leaf in leaves if leaf.grad is not None)
+                sums = zip(gradients.get(kind, found), found, strict=True)
+                gradients[kind] = tuple(a + b for a, b in sums) if kind in gradients else found
+
+    def _loss_gradient(self, ids: Tensor, output: Tensor) -> Tensor:
+        """Gradient [B, S, H] of the sum of all tokens' losses at the last layer's output."""
+        ids, hidden = ids.to(self.device), output.detach().requires_grad_()
+        for keep in self._positions(ids, ids.shape[1] - 1):
+            logits = self._model.head(ids, hidden, keep).flatten(0, 1).float()
+            loss = cross_entropy(logits, ids[:, keep + 1].flatten(), reduction="sum")
+            torch.autograd.backward(loss)
+        assert hidden.grad is not None
+        return hidden.grad
+
+    def _positions(self, ids: Tensor, count: int) -> Iterator[Tensor]:
+        """The first `count` positions, so many at a time that their logits are no burden."""
+        size = max(1, _LOGITS_AT_ONCE // (ids.shape[0] * self._model.vocabulary))
+        yield from torch.split(torch.arange(count, device=self.device), size)
+
+    @contextmanager
+    def _watched(self, observer: ExpertObserver | None, weights: Weights | None) -> Iterator[None]:
+        """Experts under observation, and with other weights if given."""
+        layers, experts = self.geometry.layers, self._model.experts
+
+        def changed(slot: int, expert: int, module: Module, device: torch.device) -> Tensor:
+            assert weights is not None
+            weight = weights(BlockKey(layers[slot], expert, module))
+            if weight is None:
+                return self._original(slot, expert, module, device)
+            return weight.to(device)
+
+        experts.observer = observer
+        if weights is not None:
+            experts.weight = changed
+        try:
+            yield
+        finally:
+            experts.observer, experts.weight = None, self._original
 
 
 def batches(windows: Tensor) -> Iterator[Tensor]:
     """Windows [P, S] in batches of some thousand tokens."""
     yield from torch.split(windows, max(1, _TOKENS_PER_BATCH // windows.shape[1]))
-
-
-def _losses(logits: Tensor, windows: Tensor) -> Tensor:
-    flat = cross_entropy(
-        logits[:, :-1].flatten(0, 1).float(), windows[:, 1:].flatten(), reduction="none"
-    )
-    return flat.view(windows.shape[0], -1)

@@ -79,12 +79,7 @@ def run(
     itemsize = checkpoint.weight_dtype.itemsize
     max_bits = config.max_bits or auto_max_bits(geometry, config.min_bits, itemsize)
     lut_dtype = choose_lut_dtype(checkpoint)
-    settings = {
-        "min_bits": config.min_bits,
-        "max_bits": config.max_bits,
-        "calibration": config.calibration,
-        "calibration_tokens": samples.digest,
-    }
+    settings = quantize_settings(config, samples)
     record = _model_record(model, path, checkpoint)
     with ArtifactWriter.open(
         out, record, geometry, config.min_bits, max_bits, lut_dtype, settings, overwrite
@@ -106,6 +101,16 @@ def run(
         samples=samples.windows.shape[0],
         tokens=samples.windows.numel(),
     )
+
+
+def quantize_settings(config: QuantizeConfig, samples: CalibrationSet) -> dict[str, Any]:
+    """Everything but the model that decides the bytes of an artifact."""
+    return {
+        "min_bits": config.min_bits,
+        "max_bits": config.max_bits,
+        "calibration": config.calibration,
+        "calibration_tokens": samples.digest,
+    }
 
 
 def uniform_bytes(geometry: ExpertGeometry, bits: int) -> int:
@@ -173,7 +178,8 @@ def _moments(
         if samples.available < wanted:
             progress.note(f"calibration text gives {samples.available} samples of {wanted}")
         try:
-            moments = measure_moments(ObservedModel(checkpoint, device), samples.windows, progress)
+            model = ObservedModel(checkpoint, device, scratch=writer.path.parent)
+            moments = measure_moments(model, samples.windows, progress)
         except ModelError:  # name the weights at fault where it is they
             for key in list(checkpoint.geometry.keys()):
                 _finite_weight(checkpoint, key)

@@ -31,14 +31,14 @@ from pw_pipelines.agreement import Agreement, measure_agreement
 from pw_pipelines.calibration import calibration_set
 from pw_pipelines.dequantized import DequantizedBlocks
 from pw_pipelines.moments import THIN_TOKENS, Moments
-from pw_pipelines.observation import ObservedModel, batches
+from pw_pipelines.observation import ObservedModel
 from pw_pipelines.progress import Progress
 from pw_pipelines.source import source_checkpoint
 
 STAGE = "sensitivity"
 METRICS = ("output_gradient", "hessian")
 
-_CACHE_BYTES = 1 << 30  # of decoded errors kept between batches
+_CACHE_BYTES = 1 << 30  # of decoded errors of a layer kept between batches
 
 
 @dataclass(frozen=True)
@@ -82,6 +82,48 @@ class GradientSums(ExpertObserver):
             sums.add_(output_gradient_sums(self._errors(key), inputs, gradient).cpu())
 
         output.register_hook(take_in)  # type: ignore[no-untyped-call]
+
+
+class BlockErrors:
+    """dW [W, N, K] of blocks, asked for layer by layer, and their column energies.
+
+    Args:
+        blocks: The blocks of an artifact.
+        checkpoint: What it was made from.
+    """
+
+    def __init__(self, blocks: DequantizedBlocks, checkpoint: Checkpoint) -> None:
+        self._blocks, self._checkpoint = blocks, checkpoint
+        self._energies: dict[BlockKey, Tensor] = {}  # [W, K] float32
+        self._kept: dict[BlockKey, Tensor] = {}
+        self._room = 0
+
+    def __call__(self, key: BlockKey) -> Tensor:
+        """Errors of a block; those of its layer are kept while there is room."""
+        if key in self._kept:
+            return self._kept[key]
+        if not any(kept.layer == key.layer for kept in self._kept):
+            self._kept.clear()
+            self._room = _CACHE_BYTES
+        errors = self._blocks.errors(key, self._checkpoint.expert_weight(key))
+        if key not in self._energies:
+            self._energies[key] = errors.double().square().sum(1).float().cpu()
+        if errors.nbytes <= self._room:
+            self._kept[key] = errors
+            self._room -= errors.nbytes
+        return errors
+
+    def energies(self) -> dict[Module, NDArray[np.float32]]:
+        """Column energies [L, E, W, K] of each module: sum over rows of dW^2."""
+        geometry = self._checkpoint.geometry
+        found: dict[Module, list[Tensor]] = {m: [] for m in MODULES}
+        for key in list(geometry.keys()):
+            if key not in self._energies:
+                self(key)
+            found[key.module].append(self._energies[key])
+        shape = (len(geometry.layers), geometry.experts)
+        stacked = {m: torch.stack(parts).numpy() for m, parts in found.items()}
+        return {m: array.reshape(*shape, *array.shape[1:]) for m, array in stacked.items()}
 
 
 def output_gradient_sums(errors: Tensor, inputs: Tensor, gradients: Tensor) -> Tensor:
@@ -159,15 +201,14 @@ def _measure(
     device: str,
 ) -> tuple[dict[str, NDArray[np.generic]], Agreement]:
     moments = Moments.from_arrays(artifact.table("moments").arrays)
-    model = ObservedModel(checkpoint, device)
+    model = ObservedModel(checkpoint, device, scratch=artifact.path.parent)
     blocks = DequantizedBlocks(artifact, model.device)
-    errors = _cached(lambda key: blocks.errors(key, checkpoint.expert_weight(key)))
-    energies = _energies(artifact, errors)
+    errors = BlockErrors(blocks, checkpoint)
     sums = GradientSums(artifact.geometry, len(blocks.widths), errors)
-    with progress.stage(STAGE, windows.shape[0], "samples") as advance:
-        for batch in batches(windows):
-            model.backward(batch, sums)
-            advance(batch.shape[0])
+    units = model.backward_units(windows.shape[0])
+    with progress.stage(STAGE, units, "samples x layers") as advance:
+        model.backward(windows, sums, advance)
+    energies = errors.energies()
     predicted_tokens = windows.shape[0] * (windows.shape[1] - 1)
     scores = {
         "output_gradient": fill_rare(sums.sums.numpy() / predicted_tokens, moments.tokens),
@@ -183,39 +224,6 @@ def _measure(
 
 def _widths(artifact: Artifact) -> range:
     return range(artifact.min_bits, artifact.max_bits + 1)
-
-
-def _cached(compute: Callable[[BlockKey], Tensor]) -> Callable[[BlockKey], Tensor]:
-    """Keep what `compute` gives until some memory is used up; the rest is computed every time."""
-    kept: dict[BlockKey, Tensor] = {}
-    used = 0
-
-    def get(key: BlockKey) -> Tensor:
-        nonlocal used
-        if key in kept:
-            return kept[key]
-        value = compute(key)
-        if used + value.nbytes <= _CACHE_BYTES:
-            kept[key] = value
-            used += value.nbytes
-        return value
-
-    return get
-
-
-def _energies(
-    artifact: Artifact, errors: Callable[[BlockKey], Tensor]
-) -> dict[Module, NDArray[np.float32]]:
-    """Column energies [L, E, W, K] of each module: sum over rows of dW^2."""
-    geometry = artifact.geometry
-    shape = (len(geometry.layers), geometry.experts, len(_widths(artifact)))
-    found: dict[Module, NDArray[np.float32]] = {
-        m: np.zeros((*shape, geometry.shape(m).cols), np.float32) for m in MODULES
-    }
-    for key in list(geometry.keys()):
-        energy = errors(key).double().square().sum(1)
-        found[key.module][geometry.slot(key.layer), key.expert] = energy.cpu().numpy()
-    return found
 
 
 def _hessian(energies: dict[Module, NDArray[np.float32]], moments: Moments) -> NDArray[np.float64]:

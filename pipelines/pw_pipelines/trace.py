@@ -156,13 +156,12 @@ def _measure(
     device: str,
 ) -> dict[str, NDArray[np.generic]]:
     scores = BlockScores.from_tables(artifact.table("sensitivity"), artifact.table("moments"))
-    model = ObservedModel(checkpoint, device)
-    traces = []
-    with progress.stage("trace", samples.windows.shape[0], "prompts") as advance:
-        for batch in batches(samples.windows):
-            traces.append(PromptTraces(artifact.geometry, scores, *batch.shape))
-            model.logits(batch, traces[-1])
-            advance(batch.shape[0])
+    model = ObservedModel(checkpoint, device, scratch=artifact.path.parent)
+    parts = batches(samples.windows)
+    traces = [PromptTraces(artifact.geometry, scores, *batch.shape) for batch in parts]
+    units = samples.windows.shape[0] * model.layers
+    with progress.stage("trace", units, "prompts x layers") as advance:
+        model.read(samples.windows, traces, advance=advance)
     names = ("mass", "counts", "features", "y")
     arrays: dict[str, NDArray[np.generic]] = {
         name: np.concatenate([getattr(trace, name) for trace in traces]) for name in names

@@ -1,7 +1,7 @@
-"""The whole model for offline stages, with its routed experts open to observation.
+"""Routed experts in plain torch, open to observation, for the offline stages.
 
-Experts run in plain torch, in fp32 and differentiably, one expert after the other, so that a stage
-sees what each block gets and gives, and can hook the gradients of a loss at both block outputs.
+They run in fp32 and differentiably, one expert after the other, so that a stage sees what each
+block gets and gives, and can hook the gradients of a loss at both block outputs.
 
 Axes: T tokens, k experts a token, n tokens routed to one expert, H hidden, I inner, E experts.
 """
@@ -13,15 +13,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import gelu, linear, silu
 
-from pw.blocks import MODULES, BlockKey, Module
-from pw.errors import ModelError
-from pw.models.checkpoint import Checkpoint
-from pw.models.experts import NAME as EXPERTS
-from pw.models.experts import Activation, activation_of, bind_experts, expert_modules, gate_first
-from pw.models.skeleton import build, load_dense_tensors
+from pw.blocks import Module
+from pw.models.experts import Activation
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,11 +91,26 @@ class TorchExperts:
 
     def _linear(self, slot: int, expert: int, module: Module, x: Tensor) -> Tensor:
         bias = self._bias(slot, expert, module)
-        weight = self.weight(slot, expert, module, x.device).float()
-        result = linear(x, weight, None if bias is None else bias.float())
+        weight = self.weight(slot, expert, module, x.device)
+        result: Tensor = _Linear.apply(x, weight, None if bias is None else bias.float())  # type: ignore[no-untyped-call]
         if torch.is_grad_enabled() and not result.requires_grad:
             result.requires_grad_()  # the first MoE layer: nothing before it has a gradient
         return result
+
+
+class _Linear(torch.autograd.Function):
+    """Linear map in fp32 that keeps its weight in the weight's own dtype for the way back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """[n, K], [N, K] and [N] or None -> [n, N]."""
+        ctx.save_for_backward(weight)
+        return linear(x, weight.float(), bias)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, None, None]:
+        """Gradient [n, N] of the result -> that of `x` alone."""
+        return gradients[0] @ ctx.saved_tensors[0].float(), None, None
 
 
 def _activate(gate_up: Tensor, activation: Activation) -> Tensor:
@@ -110,93 +121,3 @@ def _activate(gate_up: Tensor, activation: Activation) -> Tensor:
     if activation == "silu":
         return silu(gate) * up
     return gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none") * up
-
-
-def torch_experts(
-    model: nn.Module, checkpoint: Checkpoint, dtype: torch.dtype, *, stream: bool = False
-) -> TorchExperts:
-    """The experts of `checkpoint` as a function to bind to `model`; see `load_dense`."""
-    modules = [module for _, module in expert_modules(model)]
-    biases = [_bias_tables(module) for module in modules]
-    layers = checkpoint.geometry.layers
-    held: list[dict[Module, Tensor]] = []
-    if not stream:
-        device = next(p.device for p in model.parameters() if not p.is_meta)
-        for module, layer in zip(modules, layers, strict=True):
-            held.append(_load_experts(module, layer, checkpoint, dtype, device))
-
-    def weight(slot: int, expert: int, block: Module, device: torch.device) -> Tensor:
-        if held:
-            return held[slot][block][expert]
-        key = BlockKey(layers[slot], expert, block)
-        return checkpoint.expert_weight(key).to(device, dtype)
-
-    def bias(slot: int, expert: int, block: Module) -> Tensor | None:
-        table = biases[slot]
-        return None if table is None else table[block][expert]
-
-    return TorchExperts(weight, bias, [activation_of(module) for module in modules])
-
-
-def load_dense(
-    checkpoint: Checkpoint,
-    dtype: torch.dtype,
-    device: torch.device | str = "cpu",
-    *,
-    stream: bool = False,
-) -> nn.Module:
-    """The full transformers model for offline stages, in eval mode, parameters without gradients.
-
-    Args:
-        checkpoint: A checkpoint with experts.
-        dtype: Of the dense weights and of the experts; expert arithmetic is fp32 in any case.
-        device: Where it runs.
-        stream: Read the experts of a layer from disk at each call instead of holding them. For
-            forward passes over large batches of a model that does not fit in memory.
-
-    Raises:
-        ModelError: The checkpoint holds no experts.
-    """
-    if not checkpoint.has_experts:
-        raise ModelError(
-            f"no routed experts in `{checkpoint.path}`",
-            "name the original checkpoint: an artifact holds its experts as bit-planes",
-        )
-    definition: Any = checkpoint.architecture.meta
-    attention = "sdpa" if definition._supports_sdpa else "eager"
-    model = build(checkpoint, dtype, attention=attention, experts=EXPERTS)
-    load_dense_tensors(model, checkpoint, dtype, torch.device(device))
-    bind_experts(model, torch_experts(model, checkpoint, dtype, stream=stream))
-    result: nn.Module = model
-    return result
-
-
-def observe_experts(model: nn.Module, observer: ExpertObserver | None) -> None:
-    """Let `observer` watch the experts of a model from `load_dense`; None ends it."""
-    for _, module in expert_modules(model):
-        function: Any = module.pw_experts
-        function.observer = observer
-
-
-def _load_experts(
-    module: Any, layer: int, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device
-) -> dict[Module, Tensor]:
-    """Fill an experts module; its parameters become [E, N, K], gate first, whatever they were."""
-    geometry = checkpoint.geometry
-    tables: dict[Module, Tensor] = {}
-    for block in MODULES:
-        shape = geometry.shape(block)
-        table = torch.empty(geometry.experts, shape.rows, shape.cols, dtype=dtype, device=device)
-        for expert in range(geometry.experts):
-            table[expert] = checkpoint.expert_weight(BlockKey(layer, expert, block))
-        module._parameters[f"{block}_proj"] = nn.Parameter(table, requires_grad=False)
-        tables[block] = table
-    return tables
-
-
-def _bias_tables(module: Any) -> dict[Module, Tensor] | None:
-    """Biases [E, N] of an experts module, rows as in the blocks."""
-    if not module.has_bias:
-        return None
-    gate_up = gate_first(module.gate_up_proj_bias, module, axis=1)
-    return {"gate_up": gate_up, "down": module.down_proj_bias}

@@ -6,7 +6,7 @@ Experts and attention come from outside: `bind_experts` and the `pw_context` of 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -97,7 +97,9 @@ def load_skeleton(
     """
     device = torch.device(device)
     model = build(checkpoint, dtype, attention=ATTENTION, experts=EXPERTS)
-    load_dense_tensors(model, checkpoint, dtype, device)
+    load_tensors(model, checkpoint, checkpoint.keymap.dense, dtype, device)
+    model.tie_weights()
+    _check_loaded(model)
     if device.type == "cpu" and dtype == torch.float32:
         _store_by_column(model)
     bind_attention(model, checkpoint.architecture.probe.bindings)
@@ -127,12 +129,20 @@ def build(checkpoint: Checkpoint, dtype: torch.dtype, *, attention: str, experts
         return text_model(config, dtype, attention=attention, experts=experts)
 
 
-def load_dense_tensors(
-    model: Any, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device
+def load_tensors(
+    model: Any,
+    checkpoint: Checkpoint,
+    names: Iterable[str],
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> None:
-    """Fill every parameter and buffer of `model` but the routed expert weights."""
+    """Fill the parameters and buffers of `model` that are stored under `names`.
+
+    Computed buffers go to `device` too.
+    """
     wide = _kept_wide(model, dtype)
-    for name, target in checkpoint.keymap.dense.items():
+    for name in names:
+        target = checkpoint.keymap.dense[name]
         parent, _, leaf = target.rpartition(".")
         module = model.get_submodule(parent)
         old = module._parameters.get(leaf)
@@ -144,12 +154,10 @@ def load_dense_tensors(
             module._parameters[leaf] = nn.Parameter(tensor, requires_grad=False)
         else:
             module._buffers[leaf] = tensor
-    model.tie_weights()
     for module in model.modules():
         for leaf, buffer in module._buffers.items():
-            if buffer is not None:
+            if buffer is not None and not buffer.is_meta:
                 module._buffers[leaf] = buffer.to(device)
-    _check_loaded(model)
 
 
 def _store_by_column(model: nn.Module) -> None:

@@ -15,6 +15,11 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from pw.blocks import BlockKey, Module
+from pw.models.checkpoint import Checkpoint
+from pw.models.dense import TorchExperts
+from pw.models.experts import activation_of, expert_modules
+
 _COMMON: dict[str, Any] = {
     "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 97,
     "num_key_value_heads": 2, "max_position_embeddings": 256, "initializer_range": 0.25,
@@ -118,6 +123,21 @@ def make_checkpoint(
     model = make_model(kind, seed, **overrides).to(dtype)
     model.save_pretrained(folder, max_shard_size=max_shard_size)
     return model
+
+
+def streamed_experts(model: Any, checkpoint: Checkpoint, dtype: torch.dtype) -> TorchExperts:
+    """Plain torch experts to bind to `model`; each weight is read from disk when it is used."""
+    modules: list[Any] = [module for _, module in expert_modules(model)]
+    layers = checkpoint.geometry.layers
+
+    def weight(slot: int, expert: int, block: Module, device: torch.device) -> Tensor:
+        return checkpoint.expert_weight(BlockKey(layers[slot], expert, block)).to(device, dtype)
+
+    def bias(slot: int, expert: int, block: Module) -> Tensor | None:
+        found = checkpoint.expert_bias(BlockKey(layers[slot], expert, block))
+        return None if found is None else found.to(dtype)
+
+    return TorchExperts(weight, bias, [activation_of(module) for module in modules])
 
 
 class PlainContext:

@@ -16,7 +16,7 @@ from torch import Tensor
 from pw.blocks import BlockKey
 from pw.errors import ModelError
 from pw.models.checkpoint import Checkpoint
-from pw.models.dense import load_dense
+from pw.models.layered import LayeredModel
 from pw.models.skeleton import load_skeleton
 from pw.models.testing import make_checkpoint
 
@@ -158,7 +158,7 @@ def test_an_artifact_folder_opens_without_experts(tmp_path: Path) -> None:
     assert artifact.dense_keys() == checkpoint.dense_keys()
     assert load_skeleton(artifact, torch.float32).dense_bytes > 0
     with pytest.raises(ModelError, match="no routed experts"):
-        load_dense(artifact, torch.float32)
+        LayeredModel(artifact, torch.float32, torch.device("cpu"), 0)
 
 
 @pytest.fixture

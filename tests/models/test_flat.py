@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from pw.models.checkpoint import Checkpoint
-from pw.models.dense import torch_experts
 from pw.models.flat import flat_decoder
 from pw.models.skeleton import Skeleton, general_forward, load_skeleton
-from pw.models.testing import KINDS, PlainContext, make_checkpoint
+from pw.models.testing import KINDS, PlainContext, make_checkpoint, streamed_experts
 
 FLAT = ("qwen2_moe", "qwen2_moe_norm", "qwen2_moe_window", "mixtral", "qwen3_moe")
 IDS = torch.randint(3, 97, (21,), generator=torch.Generator().manual_seed(5))
@@ -24,7 +23,7 @@ def load(kind: str, folder: Path, dtype: torch.dtype = torch.float32, **settings
     make_checkpoint(kind, folder, **settings)
     checkpoint = Checkpoint.open(folder)
     skeleton = load_skeleton(checkpoint, dtype)
-    skeleton.bind_experts(torch_experts(skeleton.model, checkpoint, dtype, stream=True))
+    skeleton.bind_experts(streamed_experts(skeleton.model, checkpoint, dtype))
     return skeleton
 
 

@@ -9,10 +9,9 @@ import pytest
 import torch
 
 from pw.models.checkpoint import Checkpoint
-from pw.models.dense import torch_experts
 from pw.models.resolve import resolve_model
 from pw.models.skeleton import Skeleton, load_skeleton
-from pw.models.testing import KINDS, PlainContext, make_checkpoint
+from pw.models.testing import KINDS, PlainContext, make_checkpoint, streamed_experts
 
 # Steps of three sequences: chunked prefill mixed with decoding, in changing order.
 STEPS = (((0, 5),), ((1, 3), (0, 6)), ((0, 1), (2, 9), (1, 4)), ((2, 1), (1, 1), (0, 1)))
@@ -22,7 +21,7 @@ LENGTHS = (13, 8, 10)
 def ready(folder: Path, dtype: torch.dtype = torch.float32) -> tuple[Checkpoint, Skeleton]:
     checkpoint = Checkpoint.open(folder)
     skeleton = load_skeleton(checkpoint, dtype)
-    skeleton.bind_experts(torch_experts(skeleton.model, checkpoint, dtype, stream=True))
+    skeleton.bind_experts(streamed_experts(skeleton.model, checkpoint, dtype))
     return checkpoint, skeleton
 
 

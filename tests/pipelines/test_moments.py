@@ -80,6 +80,6 @@ def test_rows_that_are_not_finite_are_dropped_up_to_a_limit() -> None:
     torch.testing.assert_close(torch.from_numpy(moments.gate_up[0, 0]), x[kept].square().mean(0))
     assert torch.isfinite(torch.from_numpy(moments.down)).all()
     x[:30, 1] = torch.nan
-    message = "layer 0 expert 0 gate_up are not finite in 30 of 200 rows, limit 10%"
+    message = "experts of layer 0 are not finite in 30 of 200 rows, limit 10%"
     with pytest.raises(ModelError, match=message):
         finish_moments(measured({0: 200}, x))

@@ -15,9 +15,9 @@ from pw_pipelines.agreement import divergence, spearman
 from pw_pipelines.calibration import calibration_set
 from pw_pipelines.dequantized import DequantizedBlocks
 from pw_pipelines.moments import THIN_TOKENS, Moments
-from pw_pipelines.observation import ObservedModel, batches
+from pw_pipelines.observation import ObservedModel
 from pw_pipelines.sensitivity import GradientSums, SensitivityReport, fill_rare
-from support.offline import QUIET, TINY_TEXT
+from support.offline import QUIET, TINY_TEXT, losses
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +35,8 @@ def test_sums_are_squares_of_directional_derivatives(model: ObservedModel, modul
     """Of two tokens only the first has a say in the loss: its (g . dW x) is the slope along dW."""
     window = torch.tensor([[300, 900]])
     keys = list(model.geometry.keys())
-    steps = {key: 0.01 * torch.randn(1, *model.weight(key).shape) for key in keys}
+    original = Checkpoint.open(resolve_model("tiny")).expert_weight
+    steps = {key: 0.01 * torch.randn(1, *original(key).shape) for key in keys}
     sums = GradientSums(model.geometry, 1, steps.__getitem__)
     model.backward(window, sums)
     reached = sums.sums[2, :, MODULES.index(module), 0]
@@ -43,8 +44,8 @@ def test_sums_are_squares_of_directional_derivatives(model: ObservedModel, modul
     key = BlockKey(2, int(reached.argmax()), module)
 
     def loss(scale: float) -> float:
-        moved = model.weight(key) + scale * steps[key][0]
-        return float(model.losses(window, lambda k: moved if k == key else model.weight(k)))
+        moved = original(key).float() + scale * steps[key][0]
+        return float(losses(model, window, {key: moved}.get))
 
     slope = (loss(0.5) - loss(-0.5)) / 1.0
     assert reached.max().item() == pytest.approx(slope**2 / 2, rel=0.02)
@@ -56,10 +57,10 @@ def test_predicted_loss_is_close_to_the_measured_one(
     artifact = Artifact.open(path)
     blocks = DequantizedBlocks(artifact, model.device)
     windows = calibration_set(TINY_TEXT, load_tokenizer(path)).windows
-    dense = torch.cat([model.losses(b) for b in batches(windows)]).mean()
+    dense = losses(model, windows).mean()
     for index, bits in enumerate((2, 3)):
         held = {key: blocks.weight(key, bits) for key in list(artifact.geometry.keys())}
-        low = torch.cat([model.losses(b, held.__getitem__) for b in batches(windows)]).mean()
+        low = losses(model, windows, held.__getitem__).mean()
         assert report.totals["output_gradient"][index] == pytest.approx(
             (low - dense).item(), rel=0.35
         )

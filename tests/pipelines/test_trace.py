@@ -37,7 +37,7 @@ def test_routing_and_features_are_those_of_the_prompt(
                 self.features = prompt_features(inputs)
 
     kept = Keep(model.geometry)
-    model.logits(window, kept)
+    model.read(window, [kept])
     np.testing.assert_array_equal(table["counts"][1], kept.tokens)
     np.testing.assert_allclose(table["mass"][1], kept.mass, rtol=1e-4)
     np.testing.assert_allclose(table["features"][1, 3], kept.features, rtol=1e-3, atol=1e-4)
@@ -50,7 +50,7 @@ def test_targets_agree_with_the_planners_exact_residual(
     tables = {name: traced.table(name).arrays for name in ("routing", "sensitivity", "moments")}
     window = calibration_set(TINY_TEXT, load_tokenizer(traced.path)).windows[2:3]
     sums = MomentSums(model.geometry)
-    model.logits(window, sums)
+    model.read(window, [sums])
     means = finish_moments(sums)
     energies = tuple(tables["sensitivity"][f"energy_{m}"][:, :, :1] for m in MODULES)
     exact = ExactResidual(energies, tuple(tables["moments"][m] for m in MODULES), 9.0, prior=0.0)
@@ -61,7 +61,7 @@ def test_targets_agree_with_the_planners_exact_residual(
         {m: scores.scores[m][:, :, :1] for m in MODULES},
     )
     prompt = PromptTraces(model.geometry, narrow, 1, 512)
-    model.logits(window, prompt)
+    model.read(window, [prompt])
     well_seen = means.tokens >= 64
     np.testing.assert_allclose(prompt.y[0][well_seen], np.log(eta[well_seen]), atol=1e-3)
     both = tables["routing"]["y"][2][well_seen]  # the mean over both widths is near
@@ -73,7 +73,7 @@ def test_experts_that_a_prompt_does_not_reach_have_no_target(
 ) -> None:
     scores = BlockScores.from_tables(traced.table("sensitivity"), traced.table("moments"))
     prompt = PromptTraces(model.geometry, scores, 1, 1)
-    model.logits(torch.tensor([[42]]), prompt)
+    model.read(torch.tensor([[42]]), [prompt])
     assert (prompt.counts.sum(2) == 2).all()
     reached = prompt.counts[0] > 0
     assert np.isfinite(prompt.y[0][reached]).all()

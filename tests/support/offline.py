@@ -8,10 +8,13 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor
+from torch.nn.functional import cross_entropy
 from transformers import PreTrainedTokenizerFast
 
 from pw.config import CalibrationConfig
 from pw.models.testing import make_checkpoint
+from pw_pipelines.observation import ObservedModel, Weights, batches
 from pw_pipelines.progress import Progress, Style
 
 QUIET = Progress(Style.QUIET)
@@ -49,6 +52,16 @@ def random_checkpoint(folder: Path, kind: str = "qwen2_moe", **overrides: Any) -
     model = make_checkpoint(kind, folder, vocab_size=VOCABULARY, **overrides)
     write_tokenizer(folder)
     return model
+
+
+def losses(model: ObservedModel, windows: Tensor, weights: Weights | None = None) -> Tensor:
+    """Loss [P, S-1] in nats of every token but the first of windows [P, S]."""
+    states = model.read(windows, weights=weights)
+    found = []
+    for batch, ids in enumerate(batches(windows)):
+        logits = torch.cat(list(model.logits(ids, states.get(0, batch))), 1)[:, :-1]
+        found.append(cross_entropy(logits.mT, ids[:, 1:], reduction="none"))
+    return torch.cat(found)
 
 
 def tree_digests(root: Path) -> dict[str, str]:

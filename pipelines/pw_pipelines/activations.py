@@ -1,0 +1,78 @@
+"""Hidden states of many batches at one or several layers: in memory, or in a file without a name.
+
+Axes: B windows of a batch, S tokens of a window, H hidden.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import weakref
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+MEMORY_BYTES = 1 << 30  # above this they go to a file
+
+
+class Activations:
+    """A table [places, batches] of hidden states.
+
+    Positioned reads and writes, not a mapping: pages of a mapping count as this process's memory.
+
+    Args:
+        places: Number of layers whose states are kept at the same time.
+        batches: Tokens [B, S] of each batch.
+        hidden: H.
+        dtype: Of the states.
+        scratch: Folder of the file, if there is one; None = the system's for temporary files.
+    """
+
+    def __init__(
+        self,
+        places: int,
+        batches: list[Tensor],
+        hidden: int,
+        dtype: torch.dtype,
+        scratch: Path | None,
+    ) -> None:
+        self._shapes = [(*ids.shape, hidden) for ids in batches]
+        self._dtype = dtype
+        self._stride = max(ids.numel() for ids in batches) * hidden * dtype.itemsize
+        self._held: dict[tuple[int, int], Tensor] = {}
+        self._file = None
+        if places * len(batches) * self._stride > MEMORY_BYTES:
+            self._file = tempfile.TemporaryFile(dir=scratch, buffering=0)  # noqa: SIM115
+            weakref.finalize(self, self._file.close)
+
+    def put(self, place: int, batch: int, states: Tensor) -> None:
+        """Keep states [B, S, H]."""
+        states = states.detach().to("cpu", self._dtype).contiguous()
+        if self._file is None:
+            self._held[place, batch] = states
+            return
+        left, offset = memoryview(_bytes(states)), self._offset(place, batch)
+        while left:
+            count = os.pwrite(self._file.fileno(), left, offset)
+            left, offset = left[count:], offset + count
+
+    def get(self, place: int, batch: int) -> Tensor:
+        """States [B, S, H] on the CPU; not to be changed."""
+        if self._file is None:
+            return self._held[place, batch]
+        states = torch.empty(self._shapes[batch], dtype=self._dtype)
+        left, offset = memoryview(_bytes(states)), self._offset(place, batch)
+        while left:
+            count = os.preadv(self._file.fileno(), [left], offset)
+            if count == 0:
+                raise OSError(f"temporary file of hidden states ended at byte {offset}")
+            left, offset = left[count:], offset + count
+        return states
+
+    def _offset(self, place: int, batch: int) -> int:
+        return (place * len(self._shapes) + batch) * self._stride
+
+
+def _bytes(states: Tensor) -> memoryview:
+    return states.view(-1).view(torch.uint8).numpy().data
