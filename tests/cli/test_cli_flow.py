@@ -48,7 +48,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
 def test_calibrate_says_what_it_made_and_what_comes_next(made: Made) -> None:
     assert f"{made.artifact}: 12 blocks at 2 to 4 bits" in made.calibrated.out
     assert f"pw serve {made.artifact}" in made.calibrated.out
-    for stage in ("quantize: 12 blocks in", "sensitivity: 40 samples x layers in", "trace: 40 prompts in"):
+    for stage in ("quantize: 12 blocks in", "sensitivity: 40 samples", "trace: 40 prompts"):
         assert stage in made.calibrated.err
     assert "rank correlation" in made.calibrated.err
 
