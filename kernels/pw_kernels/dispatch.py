@@ -1,6 +1,7 @@
 """One door to every kernel: picks the fastest implementation that can take the arguments.
 
-`reference` runs everywhere, `numba` on CPU tensors if numba is installed, `triton` on CUDA tensors.
+`reference` runs everywhere, `numba` on CPU tensors if numba is installed, `triton` on CUDA tensors,
+and `cuda` on NVIDIA GPUs, compiled at run time without a toolkit.
 Backends are imported when first used, so importing this module costs torch alone.
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 from functools import cache
 from importlib import import_module
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,11 +19,12 @@ from pw_kernels import reference
 from pw_kernels.pages import WeightPages
 from pw_kernels.reference import Activation, Observer
 
-BACKENDS = ("auto", "reference", "numba", "triton")
+BACKENDS = ("auto", "reference", "numba", "triton", "cuda")
 
 _VECTOR = 16  # head sizes that the numba attention takes are multiples of this
 _KV_DTYPES = (torch.float32, torch.bfloat16)
 _WIDEST_HEAD = 512  # that the Triton attention takes
+_MOE = {"numba": "cpu_moe", "triton": "triton_moe", "cuda": "cuda_moe"}
 _ATTENTION = {"numba": "cpu_attention", "triton": "triton_attention"}
 
 
@@ -30,8 +33,8 @@ def available_backends() -> tuple[str, ...]:
     found = ["reference"]
     if _module("cpu_moe") is not None:
         found.append("numba")
-    if torch.cuda.is_available() and _module("triton_moe") is not None:
-        found.append("triton")
+    if torch.cuda.is_available():
+        found += [name for name in ("triton", "cuda") if _module(f"{name}_moe") is not None]
     return tuple(found)
 
 
@@ -48,12 +51,14 @@ def fused_moe(
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
     observer: Observer | None = None,
+    statistics: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
     """Run the routed experts of one layer; arguments as in `reference.fused_moe`.
 
-    A callable activation and experts without a gate are the reference's alone; Triton takes no
-    observer.
+    A callable activation and experts without a gate are the reference's alone; the GPU kernels
+    take no observer. To `statistics`, [2, E] fp32, the router weights that each expert received
+    and their squares are added: on CUDA in the pass that groups the tokens, without a wait.
 
     Raises:
         ValueError: The named backend cannot take these arguments, or is not installed.
@@ -65,11 +70,21 @@ def fused_moe(
         and lut_dtype in (torch.bfloat16, torch.float16)
     )
     fits_triton = plain and observer is None
-    name = _choose(backend, x.device, "moe", fits_numba=plain, fits_triton=fits_triton)
-    kernels = {"numba": "cpu_moe", "triton": "triton_moe"}
-    module = _module(kernels[name]) if name in kernels else reference
+    name = _choose(
+        backend,
+        x.device,
+        "moe",
+        fits_numba=plain,
+        fits_triton=fits_triton,
+        fits_cuda=fits_triton and _fits_cuda(x, arena, gate_up, down, lut_dtype),
+    )
+    module = _module(_MOE[name]) if name in _MOE else reference
     assert module is not None  # _choose has imported it
-    extra = {} if observer is None else {"observer": observer}
+    extra: dict[str, Any] = {} if observer is None else {"observer": observer}
+    if name == "cuda":
+        extra["statistics"] = statistics
+    elif statistics is not None:
+        reference.count_routing(statistics, topk_ids, topk_weights)
     return module.fused_moe(  # type: ignore[no-any-return]
         x,
         topk_ids,
@@ -143,12 +158,25 @@ def write_kv(
     module.write_kv(k, v, k_pages, v_pages, slots)
 
 
+def _fits_cuda(
+    x: Tensor, arena: Tensor, gate_up: WeightPages, down: WeightPages, lut_dtype: torch.dtype
+) -> bool:
+    module = _module("cuda_moe") if x.device.type == "cuda" else None
+    return module is not None and bool(module.fits(x, arena, gate_up, down, lut_dtype))
+
+
 def _fits_numba(pages: Tensor) -> bool:
     return pages.dtype in _KV_DTYPES and pages.shape[-1] % _VECTOR == 0 and pages.stride(-1) == 1
 
 
 def _choose(
-    backend: str, device: torch.device, what: str, *, fits_numba: bool, fits_triton: bool
+    backend: str,
+    device: torch.device,
+    what: str,
+    *,
+    fits_numba: bool,
+    fits_triton: bool,
+    fits_cuda: bool = False,
 ) -> str:
     """Resolve a backend name for tensors on `device`."""
     if backend not in BACKENDS:
@@ -157,9 +185,10 @@ def _choose(
     numba = fits_numba and on_cpu and _module(f"cpu_{what}") is not None
     triton = fits_triton and (device.type == "cuda" or backend == "triton")
     triton = triton and _module(f"triton_{what}") is not None
+    able = {"cuda": fits_cuda, "triton": triton, "numba": numba, "reference": True}  # fastest first
     if backend == "auto":
-        return "triton" if triton else "numba" if numba else "reference"
-    if backend == "reference" or (numba and backend == "numba") or (triton and backend == "triton"):
+        return next(name for name, fits in able.items() if fits)
+    if able[backend]:
         return backend
     raise ValueError(f"backend {backend!r} cannot run this {what} call on {device.type} tensors")
 

@@ -105,6 +105,16 @@ def fused_moe(
     return total.to(x.dtype)
 
 
+def count_routing(statistics: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> None:
+    """Add the router weights of each expert, and their squares, to [2, E] fp32 in place."""
+    experts = statistics.shape[1]
+    ids, weights = topk_ids.flatten(), topk_weights.flatten().float()
+    weights = torch.where((ids >= 0) & (ids < experts), weights, 0.0)
+    ids = ids.clamp(0, experts - 1)
+    statistics[0].index_add_(0, ids, weights)
+    statistics[1].index_add_(0, ids, weights * weights)
+
+
 def activate(hidden: Tensor, activation: Activation, width: int) -> Tensor:
     """Apply an activation to gate_up outputs: [S, 2I] gated or [S, I] plain, to [S, I]."""
     if not isinstance(activation, str):

@@ -76,8 +76,8 @@ def test_what_only_the_reference_can_do(
 
 
 def test_unknown_backend_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match="auto, reference, numba, triton, got 'cuda'"):
-        Call(monkeypatch)(backend="cuda")
+    with pytest.raises(ValueError, match="auto, reference, numba, triton, cuda, got 'cublas'"):
+        Call(monkeypatch)(backend="cublas")
 
 
 def test_results_agree_through_the_door() -> None:
@@ -104,6 +104,21 @@ def test_attention_falls_back(size: int, dtype: torch.dtype) -> None:
     assert torch.equal(dispatch.paged_attention(*args, scale=1.0), want)
     with pytest.raises(ValueError, match="'numba' cannot run"):
         dispatch.paged_attention(*args, scale=1.0, backend="numba")
+
+
+def test_routing_statistics_add_up_for_every_backend() -> None:
+    arena = testing.ScatteredArena(60, 4096)
+    blocks = [testing.random_blocks(arena, *shape, [4, 3]) for shape in ((64, 128), (128, 32))]
+    ids, weights = torch.tensor([[0, 1], [2, 1], [-1, 0]]), torch.rand(3, 2)
+    want = torch.tensor([weights[0, 0] + weights[2, 1], weights[0, 1] + weights[1, 1]])
+    for backend in ("reference", "numba", "triton"):
+        statistics = torch.ones(2, 2)
+        dispatch.fused_moe(
+            torch.randn(3, 128), ids, weights, arena.data, *blocks, lut_dtype=torch.bfloat16,
+            activation="silu", backend=backend, statistics=statistics,
+        )  # fmt: skip
+        torch.testing.assert_close(statistics[0] - 1, want)
+        assert (statistics[1] - 1 < want).all()  # squares of weights below one
 
 
 def test_import_costs_torch_alone() -> None:

@@ -1,0 +1,301 @@
+"""Routed experts on a GPU: every width beside unquantized weights, checked and timed in one run.
+
+    python kernels/bench/moe.py                       # Qwen1.5-MoE-A2.7B, T = 1, 8, 32, 128
+    python kernels/bench/moe.py --model mixtral --tokens 1 16 --bits 3 4 --json results.json
+
+First each kernel is compared with the torch reference on the same random planes and tables, then
+all are timed: the median duration of the kernel itself, as the profiler reports it, over calls
+that rotate through the experts (so that nothing is read from the cache that a model would not
+find there). One table comes last.
+"""
+
+import argparse
+import json
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import grouped
+import torch
+import triton
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+from pw_kernels import cuda_moe, reference
+from pw_kernels.bitplane import lut_bytes, padded_rows, plane_bytes
+from pw_kernels.pages import NO_PAGE, WeightPages
+
+PAGE_BYTES = 65536
+MAX_BITS = 8
+
+
+@dataclass(frozen=True)
+class Model:
+    experts: int
+    top_k: int
+    hidden: int
+    inner: int
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, int]]:
+        """Rows and columns of each module."""
+        return {"gate_up": (2 * self.inner, self.hidden), "down": (self.hidden, self.inner)}
+
+
+MODELS = {
+    "qwen1.5-moe": Model(60, 4, 2048, 1408),
+    "mixtral": Model(8, 2, 4096, 14336),
+    "gemma4-26b": Model(128, 8, 2816, 704),
+    "qwen3-30b": Model(128, 8, 2048, 768),
+}
+MIXES: dict[str, Callable[[int], int]] = {
+    "3/4": lambda e: 3 + e % 2,
+    "2..4": lambda e: 2 + e % 3,
+    "2..8": lambda e: 2 + e % 7,
+}
+
+
+class Blocks:
+    """All blocks of one module at every width: random planes, random tables, scattered pages."""
+
+    def __init__(self, rows: int, cols: int, experts: int, arena: Tensor, ids: Tensor) -> None:
+        self.rows, self.cols, self.experts = rows, cols, experts
+        plane_pages = -(-plane_bytes(rows, cols) // PAGE_BYTES)
+        planes = ids[: experts * MAX_BITS * plane_pages]
+        rest = ids[planes.numel() :]
+        self.tables = {}
+        for bits in range(2, MAX_BITS + 1):
+            pages = -(-lut_bytes(rows, bits) // PAGE_BYTES)
+            mine, rest = rest[: experts * pages], rest[experts * pages :]
+            entries = torch.randn(len(mine), PAGE_BYTES // 2, device=arena.device) * cols**-0.5
+            arena[mine.long()] = entries.to(torch.bfloat16).view(torch.uint8)
+            self.tables[bits] = mine.view(experts, pages)
+        longest = self.tables[MAX_BITS].shape[1]
+        device = arena.device
+        self.pages = WeightPages(
+            rows,
+            cols,
+            torch.zeros(experts, dtype=torch.int32, device=device),
+            planes.view(experts, MAX_BITS, plane_pages).contiguous(),
+            torch.full((experts, longest), NO_PAGE, dtype=torch.int32, device=device),
+            torch.zeros(experts, dtype=torch.int32, device=device),
+        )
+
+    @staticmethod
+    def pages_needed(rows: int, cols: int, experts: int) -> int:
+        tables = sum(-(-lut_bytes(rows, b) // PAGE_BYTES) for b in range(2, MAX_BITS + 1))
+        return experts * (MAX_BITS * -(-plane_bytes(rows, cols) // PAGE_BYTES) + tables)
+
+    def set_bits(self, bits: Sequence[int]) -> None:
+        self.pages.bits.copy_(torch.tensor(bits))
+        for expert, width in enumerate(bits):
+            table = self.tables[width][expert]
+            self.pages.lut_pages[expert, : len(table)] = table
+
+    def bytes_read(self, bits: Sequence[int], touched: set[int]) -> int:
+        """Bytes of planes and tables of the experts that have tokens."""
+        weights = padded_rows(self.rows) * self.cols
+        return sum(weights * bits[e] // 8 + lut_bytes(self.rows, bits[e]) for e in touched)
+
+
+class Layer:
+    """One MoE layer: blocks of both modules, the same experts unquantized, inputs that rotate."""
+
+    def __init__(self, model: Model, device: str = "cuda") -> None:
+        self.model = model
+        needed = {
+            name: Blocks.pages_needed(*shape, model.experts) for name, shape in model.shapes.items()
+        }
+        total = sum(needed.values())
+        self.arena = torch.randint(0, 256, (total, PAGE_BYTES), dtype=torch.uint8, device=device)
+        ids = torch.randperm(total, device=device).int()
+        self.blocks = {}
+        for name, (rows, cols) in model.shapes.items():
+            mine, ids = ids[: needed[name]], ids[needed[name] :]
+            self.blocks[name] = Blocks(rows, cols, model.experts, self.arena, mine)
+        self.dense = {
+            name: torch.randn(model.experts, *shape, dtype=torch.bfloat16, device=device)
+            * shape[1] ** -0.5
+            for name, shape in model.shapes.items()
+        }
+
+    def set_bits(self, bits: Sequence[int]) -> None:
+        for blocks in self.blocks.values():
+            blocks.set_bits(bits)
+
+    def batches(self, tokens: int) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """Inputs [T, H], ids and weights [T, k]; together the batches touch all experts."""
+        model, device = self.model, self.arena.device
+        count = max(2, -(-model.experts // (tokens * model.top_k)))
+        order = torch.cat([torch.randperm(model.experts) for _ in range(tokens + 1)])
+        batches = []
+        for i in range(count):
+            if tokens == 1:  # in turn, so that every expert is read once in a round
+                ids = order[i * model.top_k : (i + 1) * model.top_k][None]
+            else:
+                ids = torch.rand(tokens, model.experts).argsort(1)[:, : model.top_k]
+            x = torch.randn(tokens, model.hidden, dtype=torch.bfloat16, device=device)
+            weights = torch.rand(tokens, model.top_k, device=device)
+            batches.append((x, ids.to(device), weights))
+        return batches
+
+    def run(
+        self, batch: tuple[Tensor, Tensor, Tensor], plan: cuda_moe.Plan | None = None
+    ) -> Tensor:
+        x, ids, weights = batch
+        return cuda_moe.fused_moe(
+            x, ids, weights, self.arena, self.blocks["gate_up"].pages, self.blocks["down"].pages,
+            lut_dtype=torch.bfloat16, activation="silu", plan=plan,
+        )  # fmt: skip
+
+    def error(self, batch: tuple[Tensor, Tensor, Tensor], plan: cuda_moe.Plan | None) -> float:
+        x, ids, weights = batch
+        want = reference.fused_moe(
+            x.float(), ids, weights, self.arena, self.blocks["gate_up"].pages,
+            self.blocks["down"].pages, lut_dtype=torch.bfloat16, activation="silu",
+        )  # fmt: skip
+        got = self.run(batch, plan)
+        repeat = self.run(batch, plan)
+        if not torch.equal(got, repeat):
+            return float("inf")
+        return ((got.float() - want).norm() / want.norm()).item()
+
+
+def kernel_times(calls: Sequence[Callable[[], Any]], rounds: int = 4) -> list[list[float]]:
+    """Microseconds of each kernel launched, [calls * rounds][kernels of a call] in order."""
+    for call in calls:
+        call()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as trace:
+        for _ in range(rounds):
+            for call in calls:
+                call()
+        torch.cuda.synchronize()
+    events = [e for e in trace.events() if str(e.device_type) == "DeviceType.CUDA"]
+    events = [e for e in events if "Mem" not in e.name]
+    events.sort(key=lambda e: e.time_range.start)
+    times = [float(e.time_range.end - e.time_range.start) for e in events]
+    each = len(times) // (rounds * len(calls))
+    return [times[i : i + each] for i in range(0, len(times), each)]
+
+
+def module_times(
+    layer: Layer, batches: Sequence[Any], plan: cuda_moe.Plan | None
+) -> dict[str, float]:
+    """Median microseconds of route, gate_up, down and combine; two classes are added up."""
+    rows = kernel_times([lambda b=batch: layer.run(b, plan) for batch in batches])
+    median = [statistics.median(column) for column in zip(*rows, strict=True)]
+    half = (len(median) - 2) // 2
+    return {
+        "route": median[0],
+        "gate_up": sum(median[1 : 1 + half]),
+        "down": sum(median[1 + half : -1]),
+        "combine": median[-1],
+    }
+
+
+def dense_times(layer: Layer, batches: Sequence[Any]) -> dict[str, dict[str, float]]:
+    """Best Triton grouped matmul and torch's, microseconds by module."""
+    model = layer.model
+    found: dict[str, dict[str, float]] = {"triton": {}, "torch": {}}
+    for name, (_, cols) in model.shapes.items():
+        inputs = []
+        for x, ids, _ in batches:
+            rows = x if name == "gate_up" else torch.randn(ids.numel(), cols, device=x.device).to(x)
+            inputs.append((rows, layer.dense[name], ids, model.top_k if name == "gate_up" else 1))
+        calls = [list(grouped.triton_calls(*each)) for each in inputs]
+        best = min(
+            statistics.median(t for row in kernel_times(list(variant), 3) for t in row)
+            for variant in zip(*calls, strict=True)
+        )
+        found["triton"][name] = best
+        try:
+            library = [grouped.torch_call(*each) for each in inputs]
+            found["torch"][name] = statistics.median(sum(r) for r in kernel_times(library, 3))
+        except (RuntimeError, AttributeError) as error:
+            print(f"torch grouped matmul does not run here: {error}")
+            found["torch"][name] = float("nan")
+    return found
+
+
+def bench(options: argparse.Namespace) -> list[dict[str, Any]]:
+    model = MODELS[options.model]
+    layer = Layer(model)
+    widths = {f"{b}": [b] * model.experts for b in options.bits}
+    if options.mixes:
+        widths |= {k: [f(e) for e in range(model.experts)] for k, f in MIXES.items()}
+    records = []
+    stamp = {
+        "model": options.model,
+        "gpu": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "date": datetime.now(UTC).date().isoformat(),
+    }
+    for tokens in options.tokens:
+        batches = layer.batches(tokens)
+        dense = dense_times(layer, batches)
+        for kind, times in dense.items():
+            for module, micros in times.items():
+                records.append(
+                    stamp
+                    | {"tokens": tokens, "width": f"bf16 {kind}", "module": module, "us": micros}
+                )
+        touched = [set(ids.flatten().tolist()) for _, ids, _ in batches]
+        for width, bits in widths.items():
+            layer.set_bits(bits)
+            error = layer.error(batches[0], None)
+            if not error < 1e-2:
+                print(f"WRONG: {tokens} tokens, width {width}, relative error {error:.1e}")
+                continue
+            times = module_times(layer, batches, None)
+            for module in ("route", "gate_up", "down", "combine"):
+                record = {"tokens": tokens, "width": width, "module": module, "us": times[module]}
+                if module in layer.blocks:
+                    blocks = layer.blocks[module]
+                    read = statistics.mean(blocks.bytes_read(bits, t) for t in touched)
+                    record |= {"bytes": int(read), "error": error}
+                    record["ratio"] = dense["triton"][module] / times[module]
+                records.append(stamp | record)
+        print(f"{tokens} tokens done", flush=True)
+    return records
+
+
+def table(records: list[dict[str, Any]]) -> str:
+    """Microseconds and, in brackets, times faster than the bf16 Triton grouped matmul."""
+    by = {(r["tokens"], r["module"], r["width"]): r for r in records}
+    widths = list(dict.fromkeys(r["width"] for r in records))
+    lines = ["T    module   " + "".join(f"{w:>15}" for w in widths)]
+    for tokens in dict.fromkeys(r["tokens"] for r in records):
+        for module in ("gate_up", "down", "route", "combine"):
+            cells = []
+            for width in widths:
+                r = by.get((tokens, module, width))
+                text = "" if r is None else f"{r['us']:.1f}"
+                if r is not None and "ratio" in r:
+                    text += f" ({r['ratio']:.2f}x)"
+                cells.append(f"{text:>15}")
+            lines.append(f"{tokens:<4} {module:<9}" + "".join(cells))
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--model", choices=sorted(MODELS), default="qwen1.5-moe")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1, 8, 32, 128])
+    parser.add_argument("--bits", type=int, nargs="*", default=list(range(2, 9)))
+    parser.add_argument("--mixes", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--json", type=Path, help="also write the records here")
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    records = bench(options)
+    if options.json:
+        options.json.write_text(json.dumps(records, indent=1))
+    print(table(records))
+
+
+if __name__ == "__main__":
+    main()

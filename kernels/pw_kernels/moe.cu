@@ -1,0 +1,381 @@
+// Routed experts of one layer from bit-planes and tables in arena pages. Compiled at run time by NVRTC
+// (cuda_moe.py), which defines the constants named below; it includes no header, so it needs no toolkit.
+//
+//   FLOAT16       1: x, tables and hidden are fp16; 0: bf16
+//   ROWS, COLS    N and K of the module's blocks;  ROW_TILES, COL_TILES: in tiles of 32 x 128
+//   PLANES, PP, LP, PAGE_SHIFT                     page table [E, PLANES, PP], [E, LP]; log2 of a page's bytes
+//   LOW, HIGH     widths that this kernel takes;  CLASS: which of the two work lists it walks
+//   GATED         1: gate_up with activation KIND; 0: down with router weight
+//   TOP_K, BIAS, NT (token tiles of 8 in a group), WK (warps that split K of a row tile; a block has 2 * WK)
+//   ITEMS         pairs of row tiles that a block takes one after the other (tables in shared memory only)
+//   STAGES        tiles in flight of a warp (tables in registers only);  BLOCKS: wanted on a multiprocessor
+//   TABLE_BITS    first width whose tables lie in shared memory;  SHARED_BASE: where dynamic shared memory begins
+//
+// The matrix unit multiplies weights [16 rows x 16 k] by tokens [16 k x 8]: a lane decodes the words that it
+// loads straight into its own operand, because the plane layout is in lane order (bitplane.py).
+
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef unsigned short u16;
+#define DI __device__ __forceinline__
+#define UNROLL _Pragma("unroll")
+#define ROLLED _Pragma("unroll 1")
+
+// ---- arithmetic ---------------------------------------------------------------------------------------------
+
+DI u32 prmt(u32 a, u32 b, u32 s) { u32 d; asm("prmt.b32 %0,%1,%2,%3;" : "=r"(d) : "r"(a), "r"(b), "r"(s)); return d; }
+template <int TABLE> DI u32 lop3(u32 a, u32 b, u32 c) {
+  u32 d; asm("lop3.b32 %0,%1,%2,%3,%4;" : "=r"(d) : "r"(a), "r"(b), "r"(c), "n"(TABLE)); return d;
+}
+DI u32 choose(u32 a, u32 b, u32 mask) { return lop3<0xE2>(a, mask, b); }     // (a & mask) | (b & ~mask)
+DI u32 and_or(u32 a, u32 mask, u32 b) { return lop3<0xEA>(a, mask, b); }     // (a & mask) | b
+DI u32 mad(u32 a, u32 b, u32 c) { u32 d; asm("mad.lo.u32 %0,%1,%2,%3;" : "=r"(d) : "r"(a), "r"(b), "r"(c)); return d; }
+DI constexpr u32 rotl(u32 x, int n) { return (n & 31) ? (x << (n & 31)) | (x >> (32 - (n & 31))) : x; }
+template <int S> DI u32 rotr(u32 x) { if constexpr ((S & 31) == 0) return x; else return __funnelshift_r(x, x, S & 31); }
+
+DI u64 mad_wide(u32 a, u32 b, u64 c) { u64 d; asm("mad.wide.u32 %0,%1,%2,%3;" : "=l"(d) : "r"(a), "r"(b), "l"(c)); return d; }
+DI uint4 load_stream(const void* p) {
+  uint4 v;
+  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3},[%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+  return v;
+}
+DI void multiply(float* c, const u32* a, u32 b0, u32 b1) {
+#if FLOAT16
+#define MMA "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32"
+#else
+#define MMA "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"
+#endif
+  asm volatile(MMA " {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
+               : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+DI u16 to_half(float v) {
+  u16 h;
+#if FLOAT16
+  asm("cvt.rn.f16.f32 %0,%1;" : "=h"(h) : "f"(v));
+#else
+  asm("cvt.rn.bf16.f32 %0,%1;" : "=h"(h) : "f"(v));
+#endif
+  return h;
+}
+DI float activate(float gate, float up) {
+#if KIND == 1
+  return gate * 0.5f * (1.0f + erff(gate * 0.7071067811865476f)) * up;
+#elif KIND == 2
+  float inner = 1.5957691216057308f * (gate + 0.044715f * gate * gate * gate);
+  return gate / (1.0f + expf(-inner)) * up;
+#else
+  return gate / (1.0f + expf(-gate)) * up;
+#endif
+}
+
+// ---- where things are ---------------------------------------------------------------------------------------
+
+struct Arguments {
+  const u16* x;            // [T, K] gated, else [S, K]
+  const unsigned char* arena;
+  const int* plane_pages;  // [E, PLANES, PP]
+  const int* lut_pages;    // [E, LP]
+  const float* bias;       // [E, N]
+  const float* weights;    // [S]
+  const int4* work;        // [2, G]: group, expert or -1, width, byte of its table in its region
+  const int* slots;        // [G, 8 * NT]
+  void* out;               // hidden [S, N/2] if GATED, else [S, N] fp32
+  int slot_count, groups;  // S, G
+  u32 tile_bytes;          // 512: not a literal, so that addresses are one multiply-add and not shifts
+};
+constexpr int TOKENS = 8 * NT, WARPS = 2 * WK, TILE_SHIFT = PAGE_SHIFT - 9;
+constexpr int HALF_TILES = GATED ? ROW_TILES / 2 : 1;         // from a row tile to its partner
+DI int row_tile(int item, int half) { return GATED ? item + half * HALF_TILES : min(2 * item + half, ROW_TILES - 1); }
+
+// The planes of one expert: words `lane` of tile t of the first B planes. Page ids change rarely, so they are kept.
+template <int B> struct Planes {
+  const int* pages; u64 start; u32 tile_bytes, base[B]; int page;
+  DI Planes(const Arguments& a, int expert, int lane)
+      : pages(a.plane_pages + expert * (PLANES * PP)), start((u64)a.arena + lane * 16), tile_bytes(a.tile_bytes), page(-1) {}
+  DI void seek(int tile) {
+    if (tile >> TILE_SHIFT == page) return;
+    page = tile >> TILE_SHIFT;
+    UNROLL for (int p = 0; p < B; p++) base[p] = ((u32)__ldg(pages + p * PP + page) - page) << TILE_SHIFT;
+  }
+  DI u64 at(int p, int tile) const { return mad_wide(base[p] + tile, tile_bytes, start); }
+};
+// Sixteen bytes at byte `at` of the table in use.
+DI const uint4* table_at(const Arguments& a, int4 work, int at) {
+  int expert = work.y;
+  at += work.w;
+  u64 page = (u32)__ldg(a.lut_pages + expert * LP + (at >> PAGE_SHIFT));
+  return reinterpret_cast<const uint4*>(a.arena + (page << PAGE_SHIFT) + (at & ((1 << PAGE_SHIFT) - 1)));
+}
+// Activations of the tokens whose columns a lane holds: 8 consecutive k of each of its NT tokens.
+struct Inputs {
+  u64 x[NT]; u32 bytes[NT];                                     // 16, or 0 where a group has no token
+  DI Inputs(const Arguments& a, int group, int lane) {
+    UNROLL for (int n = 0; n < NT; n++) {
+      int slot = __ldg(a.slots + group * TOKENS + n * 8 + (lane >> 2));
+      bytes[n] = slot < a.slot_count ? 16 : 0;
+      if (slot >= a.slot_count) slot = 0;
+      x[n] = (u64)(a.x + (u64)(GATED ? slot / TOP_K : slot) * COLS + (lane & 3) * 8);
+    }
+  }
+  DI u32 size(int n, int kt, int s, int lane) const {           // nothing beyond column K
+    return COLS % 128 == 0 || kt * 128 + s * 32 + (lane & 3) * 8 < COLS ? bytes[n] : 0;
+  }
+  DI void load(int kt, int s, int lane, uint4* words) const {
+    UNROLL for (int n = 0; n < NT; n++) {
+      words[n] = make_uint4(0, 0, 0, 0);
+      if (size(n, kt, s, lane)) words[n] = __ldg((const uint4*)mad_wide(kt, 256, x[n]) + s * 4);
+    }
+  }
+};
+typedef float Sums[2][NT][4];                                  // rows r, r+8 | r+16, r+24 by NT * 8 tokens
+DI void clear(Sums acc) { UNROLL for (int i = 0; i < 8 * NT; i++) acc[i & 1][i >> 3][(i >> 1) & 3] = 0.0f; }
+// The K split is added up through shared memory: [2 halves][WK or WARPS parts][8 * NT][32 lanes].
+DI void put(float* parts, Sums acc, int lane) {
+  UNROLL for (int i = 0; i < 8 * NT; i++) parts[i * 32 + lane] = acc[i & 1][i >> 3][(i >> 1) & 3];
+}
+template <int SPLIT> DI void finish(const Arguments& a, const float* parts, int item, int group, int expert, int lane, int warp) {
+  ROLLED for (int i = warp; i < 8 * NT; i += WARPS) {
+    int slot = __ldg(a.slots + group * TOKENS + (i >> 3) * 8 + (lane & 3) * 2 + ((i >> 1) & 1));
+    if (slot >= a.slot_count) continue;
+    float sum[2] = {0.0f, 0.0f};
+    UNROLL for (int half = 0; half < 2; half++)
+      UNROLL for (int w = 0; w < SPLIT; w++) sum[half] += parts[((half * SPLIT + w) * 8 * NT + i) * 32 + lane];
+    int row = (lane >> 2) + 16 * (i & 1) + 8 * ((i >> 2) & 1);
+    if (GATED) {
+      int n = item * 32 + row;
+      if (BIAS) { sum[0] += a.bias[expert * ROWS + n]; sum[1] += a.bias[expert * ROWS + n + ROWS / 2]; }
+      reinterpret_cast<u16*>(a.out)[(u64)slot * (ROWS / 2) + n] = to_half(activate(sum[0], sum[1]));
+    } else {
+      float weight = __ldg(a.weights + slot);
+      UNROLL for (int half = 0; half < 2; half++) {
+        int n = (2 * item + half) * 32 + row;
+        if (n < ROWS) reinterpret_cast<float*>(a.out)[(u64)slot * ROWS + n] = (BIAS ? sum[half] + a.bias[expert * ROWS + n] : sum[half]) * weight;
+      }
+    }
+  }
+}
+
+// ---- up to 4 bits: tables in registers, four lookups by one byte permute --------------------------------------
+
+constexpr u32 M1 = 0x11111111u, M2 = 0x55555555u, M3 = 0x33333333u, POSITION = 0x32103210u;
+
+template <int B> struct Table {                                // one row: low bytes and high bytes of its entries
+  static constexpr int WORDS = B == 2 ? 1 : (1 << B) / 4;
+  u32 lo[WORDS], hi[WORDS];
+  DI void read(const u32* entries) {
+    UNROLL for (int w = 0; w < WORDS; w++) {
+      u32 a = entries[2 * w], b = entries[2 * w + 1];
+      lo[w] = prmt(a, b, 0x6420); hi[w] = prmt(a, b, 0x7531);
+    }
+  }
+};
+// Four weights from four nibbles of selectors: planes 0-2 in t; 4 * plane 3 + position in u.
+template <int B> DI void look(const Table<B>& table, u32 t, u32 u, u32& h01, u32& h23) {
+  u32 lo = prmt(table.lo[0], B == 2 ? 0 : table.lo[B == 2 ? 0 : 1], t), hi = prmt(table.hi[0], B == 2 ? 0 : table.hi[B == 2 ? 0 : 1], t);
+  if constexpr (B == 4) {
+    lo = prmt(lo, prmt(table.lo[2], table.lo[3], t), u);
+    hi = prmt(hi, prmt(table.hi[2], table.hi[3], t), u);
+  }
+  h01 = prmt(lo, hi, 0x5140); h23 = prmt(lo, hi, 0x7362);
+}
+DI void copy_async(u32 to, u64 from) { asm volatile("cp.async.cg.shared.global [%0],[%1],16;" ::"r"(to), "l"(from) : "memory"); }
+DI void copy_async(u32 to, u64 from, u32 bytes) {              // the rest of 16 bytes is zero
+  asm volatile("cp.async.ca.shared.global [%0],[%1],16,%2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+}
+DI void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int PENDING> DI void wait() { asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory"); }
+
+template <int B, int S> DI void slot_low(const Table<B>* table, const u32 (*words)[4], const u32* even, const u32* odd, const uint4* x, Sums acc) {
+  u32 a[2][2][4];
+  UNROLL for (int i = 0; i < 4; i++) {
+    u32 pair = S & 1 ? odd[i] : even[i], t, u = 0;
+    if constexpr (B == 2) t = pair & rotl(M3, S);
+    else t = and_or(pair, rotl(M3, S), words[2][i] & rotl(M1, S + 2));
+    if constexpr (B == 4) u = and_or(words[3][i], rotl(M1, S + 3), rotl(POSITION, S + 1));
+    look<B>(table[i], S == 0 ? t : t >> S, B == 4 ? u >> (S + 1) : 0, a[i >> 1][0][i & 1], a[i >> 1][0][2 + (i & 1)]);
+    look<B>(table[i], rotr<16 + S>(t), B == 4 ? rotr<17 + S>(u) : 0, a[i >> 1][1][i & 1], a[i >> 1][1][2 + (i & 1)]);
+  }
+  UNROLL for (int n = 0; n < NT; n++) {
+    uint4 v = x[(S * NT + n) * 32];
+    UNROLL for (int m = 0; m < 2; m++) { multiply(acc[m][n], a[m][0], v.x, v.y); multiply(acc[m][n], a[m][1], v.z, v.w); }
+  }
+}
+// A lane copies just what it reads itself, so a warp's stages need no barrier: [STAGES][B planes, 4 * NT inputs][32 lanes] uint4.
+template <int B> DI void run_low(const Arguments& a, int4 work, unsigned char* shared) {
+  constexpr int TABLE = 64 << B, STAGE = (B + 4 * NT) * 512;
+  int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, wk = warp % WK, half = warp / WK, group = work.x, expert = work.y;
+  int item = blockIdx.x, tile = row_tile(item, half) * COL_TILES;
+  unsigned char* tables = shared;                              // [2 halves] raw entries of 32 rows
+  float* parts = reinterpret_cast<float*>(shared + 2 * TABLE); // [2 halves][WK][8 * NT][32]
+  unsigned char* stages = shared + 2 * TABLE + WARPS * NT * 1024 + warp * STAGES * STAGE + lane * 16;
+  u32 to = (u32)__cvta_generic_to_shared(stages);
+  Planes<B> planes(a, expert, lane);
+  Inputs inputs(a, group, lane);
+  auto fetch = [&](int kt, u32 stage) {
+    if (kt < COL_TILES) {
+      planes.seek(tile + kt);
+      UNROLL for (int p = 0; p < B; p++) copy_async(to + stage * STAGE + p * 512, planes.at(p, tile + kt));
+      UNROLL for (int n = 0; n < NT; n++) {
+        u64 x = mad_wide(kt, 256, inputs.x[n]);
+        UNROLL for (int s = 0; s < 4; s++) copy_async(to + stage * STAGE + (B + s * NT + n) * 512, x + s * 64, inputs.size(n, kt, s, lane));
+      }
+    }
+    commit();
+  };
+  for (int i = threadIdx.x; i < 2 * TABLE / 16; i += 32 * WARPS) {
+    int h = i / (TABLE / 16), byte = i % (TABLE / 16) * 16;
+    copy_async((u32)__cvta_generic_to_shared(tables + h * TABLE + byte), (u64)table_at(a, work, row_tile(item, h) * TABLE + byte));
+  }
+  UNROLL for (int i = 0; i < STAGES - 1; i++) fetch(wk + i * WK, i);
+  wait<STAGES - 2>();
+  __syncthreads();
+  Table<B> table[4];
+  UNROLL for (int i = 0; i < 4; i++)
+    table[i].read(reinterpret_cast<const u32*>(tables + half * TABLE + ((lane >> 2) + i * 8) * (2 << B)));
+  Sums acc;
+  clear(acc);
+  u32 stage = 0, behind = STAGES - 1;
+  ROLLED for (int kt = wk; kt < COL_TILES; kt += WK) {
+    fetch(kt + (STAGES - 1) * WK, behind);
+    wait<STAGES - 1>();
+    const uint4* loaded = reinterpret_cast<const uint4*>(stages + stage * STAGE);
+    u32 words[B][4], even[4], odd[4];
+    UNROLL for (int p = 0; p < B; p++) {
+      uint4 v = loaded[p * 32];
+      words[p][0] = v.x; words[p][1] = v.y; words[p][2] = v.z; words[p][3] = v.w;
+    }
+    UNROLL for (int i = 0; i < 4; i++) { even[i] = choose(words[0][i], words[1][i], M2); odd[i] = choose(words[0][i], words[1][i], ~M2); }
+    slot_low<B, 0>(table, words, even, odd, loaded + B * 32, acc);
+    slot_low<B, 1>(table, words, even, odd, loaded + B * 32, acc);
+    slot_low<B, 2>(table, words, even, odd, loaded + B * 32, acc);
+    slot_low<B, 3>(table, words, even, odd, loaded + B * 32, acc);
+    behind = stage;
+    stage = stage + 1 == STAGES ? 0 : stage + 1;
+  }
+  put(parts + warp * NT * 8 * 32, acc, lane);
+  __syncthreads();
+  finish<WK>(a, parts, item, group, expert, lane, warp);
+}
+
+// ---- up to 8 bits: tables in shared memory, every lane owning a bank ------------------------------------------
+// Word `lane` of line (entry v, pair of row blocks j) holds entry v of rows r + 16j (low half) and r + 16j + 8 (high half),
+// r = lane / 4, at byte v * 256 + j * 128 + lane * 4. A lane reads its own bank alone: random lookups never conflict. The
+// address of a lookup is one byte permute: byte 0 is 4 * lane, byte 1 the code.
+
+template <int OFFSET> DI u32 entry(u32 at) { u32 d; asm volatile("ld.shared.u16 %0,[%1+%2];" : "=r"(d) : "r"(at), "n"(SHARED_BASE + OFFSET)); return d; }
+
+template <int B, int S> DI void bytes_of(const u32* words, const u32* pair, const u32* pair2, const u32* high, const u32* high2, u32& even, u32& odd) {
+  u32 low = choose(pair[S & 1], pair2[S & 1], rotl(M3, S)), top; // planes 0-3 of eight weights as nibbles, rotated by S
+  if constexpr (B == 4) { even = rotr<S>(low & rotl(0x0F0F0F0Fu, S)); odd = rotr<S + 4>(low & rotl(0xF0F0F0F0u, S)); return; }
+  else if constexpr (B == 5) top = words[4] & rotl(M1, S + 4);
+  else if constexpr (B == 6) top = high[S & 1] & rotl(M3, S + 4);
+  else if constexpr (B == 7) top = and_or(high[S & 1], rotl(M3, S + 4), words[6] & rotl(M1, S + 6));
+  else top = choose(high[S & 1], high2[S & 1], rotl(M3, S + 4));
+  even = rotr<S>(choose(low, top, rotl(0x0F0F0F0Fu, S))); odd = rotr<S + 4>(choose(low, top, rotl(0xF0F0F0F0u, S)));
+}
+template <int I> DI void row_high(u32 even, u32 odd, u32 lane4, u32 (*a)[2][4]) {
+  constexpr int AT = (I >> 1) * 128 + (I & 1) * 2;
+  u32 h[4];
+  UNROLL for (int q = 0; q < 4; q++) h[q] = mad(entry<AT>(prmt(odd, lane4, 0x5504 + q * 16)), 65536u, entry<AT>(prmt(even, lane4, 0x5504 + q * 16)));
+  a[I >> 1][0][I & 1] = h[0]; a[I >> 1][0][2 + (I & 1)] = h[1]; a[I >> 1][1][I & 1] = h[2]; a[I >> 1][1][2 + (I & 1)] = h[3];
+}
+template <int B, int S> DI void slot_high(const u32 (*words)[B], const u32 (*pairs)[4][2], u32 lane4, const uint4* x, Sums acc) {
+  u32 a[2][2][4], even[4], odd[4];
+  UNROLL for (int i = 0; i < 4; i++) bytes_of<B, S>(words[i], pairs[0][i], pairs[1][i], pairs[2][i], pairs[3][i], even[i], odd[i]);
+  row_high<0>(even[0], odd[0], lane4, a); row_high<1>(even[1], odd[1], lane4, a);
+  row_high<2>(even[2], odd[2], lane4, a); row_high<3>(even[3], odd[3], lane4, a);
+  UNROLL for (int n = 0; n < NT; n++)
+    UNROLL for (int m = 0; m < 2; m++) { multiply(acc[m][n], a[m][0], x[n].x, x[n].y); multiply(acc[m][n], a[m][1], x[n].z, x[n].w); }
+}
+template <int B> DI void tile_high(const uint4* loaded, const Inputs& inputs, int kt, int lane, Sums acc) {
+  u32 words[4][B], pairs[4][4][2];
+  UNROLL for (int i = 0; i < 4; i++) {
+    UNROLL for (int p = 0; p < B; p++) words[i][p] = reinterpret_cast<const u32*>(loaded + p)[i];
+    UNROLL for (int odd = 0; odd < 2; odd++) {
+      u32 mask = odd ? ~M2 : M2;
+      UNROLL for (int q = 0; q < 4; q++) pairs[q][i][odd] = 2 * q + 1 < B ? choose(words[i][2 * q], words[i][2 * q + 1 < B ? 2 * q + 1 : 0], mask) : 0;
+    }
+  }
+  constexpr int AHEAD = NT <= 2 ? 4 : 1;                       // slots of activations in flight
+  uint4 x[AHEAD][NT];
+  UNROLL for (int s = 0; s < AHEAD; s++) inputs.load(kt, s, lane, x[s]);
+  slot_high<B, 0>(words, pairs, lane * 4, x[0], acc);
+  if (AHEAD == 1) inputs.load(kt, 1, lane, x[0]);
+  slot_high<B, 1>(words, pairs, lane * 4, x[1 % AHEAD], acc);
+  if (AHEAD == 1) inputs.load(kt, 2, lane, x[0]);
+  slot_high<B, 2>(words, pairs, lane * 4, x[2 % AHEAD], acc);
+  if (AHEAD == 1) inputs.load(kt, 3, lane, x[0]);
+  slot_high<B, 3>(words, pairs, lane * 4, x[3 % AHEAD], acc);
+}
+// Entries on their way from the arena to the table: eight threads take 8 entries of 8 rows and of the 8 rows below.
+template <int B> struct Fill {
+  static constexpr int PIECES = (1 << B) / 8, JOBS = 2 * PIECES, PASSES = (JOBS + 4 * WARPS - 1) / (4 * WARPS);
+  uint4 raw[PASSES][2];
+  DI void load(const Arguments& a, int4 work, int tile) {
+    UNROLL for (int i = 0; i < PASSES; i++) {
+      int job = i * 4 * WARPS + (threadIdx.x >> 3);
+      if (JOBS % (4 * WARPS) && job >= JOBS) break;
+      UNROLL for (int h = 0; h < 2; h++)
+        raw[i][h] = __ldg(table_at(a, work, (tile * 32 + job / PIECES * 16 + h * 8 + (threadIdx.x & 7)) * (2 << B) + job % PIECES * 16));
+    }
+  }
+  DI void store(unsigned char* table) const {
+    UNROLL for (int i = 0; i < PASSES; i++) {
+      int job = i * 4 * WARPS + (threadIdx.x >> 3);
+      if (JOBS % (4 * WARPS) && job >= JOBS) break;
+      unsigned char* to = table + job % PIECES * 8 * 256 + job / PIECES * 128 + (threadIdx.x & 7) * 16;
+      UNROLL for (int k = 0; k < 8; k++) {
+        u32 v = prmt(reinterpret_cast<const u32*>(&raw[i][0])[k / 2], reinterpret_cast<const u32*>(&raw[i][1])[k / 2], k & 1 ? 0x7632 : 0x5410);
+        *reinterpret_cast<uint4*>(to + k * 256) = make_uint4(v, v, v, v);
+      }
+    }
+  }
+};
+template <int B> DI void run_high(const Arguments& a, int4 work, unsigned char* shared) {
+  int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, group = work.x, expert = work.y;
+  int first = 2 * blockIdx.x * ITEMS, last = min(first + 2 * ITEMS, (ROW_TILES + 1) / 2 * 2);
+  float* parts = reinterpret_cast<float*>(shared + (256 << B)); // [2 halves][WARPS][8 * NT][32]
+  Planes<B> planes(a, expert, lane);
+  Fill<B> fill;
+  uint4 current[B], next[B];
+  auto fetch = [&](int tile, uint4* words) {
+    planes.seek(tile);
+    UNROLL for (int p = 0; p < B; p++) words[p] = load_stream((const void*)planes.at(p, tile));
+  };
+  fill.load(a, work, row_tile(first >> 1, 0));
+  if (warp < COL_TILES) fetch(row_tile(first >> 1, 0) * COL_TILES + warp, current);
+  Inputs inputs(a, group, lane);
+  ROLLED for (int step = first; step < last; step++) {
+    if (step > first) __syncthreads();                          // the last tile's lookups are over, its parts stored
+    fill.store(shared);
+    if (step > first && !(step & 1)) finish<WARPS>(a, parts, (step >> 1) - 1, group, expert, lane, warp);
+    __syncthreads();
+    int tile = row_tile(step >> 1, step & 1), ahead = row_tile(step + 1 >> 1, step + 1 & 1);
+    int after = step + 1 < last ? ahead * COL_TILES + warp : -1;
+    if (step + 1 < last) fill.load(a, work, ahead);
+    Sums acc;
+    clear(acc);
+    ROLLED for (int kt = warp; kt < COL_TILES; kt += WARPS) {
+      int following = kt + WARPS < COL_TILES ? tile * COL_TILES + kt + WARPS : after;
+      if (following >= 0) fetch(following, next);
+      tile_high<B>(current, inputs, kt, lane, acc);
+      UNROLL for (int p = 0; p < B; p++) current[p] = next[p];
+    }
+    put(parts + ((step & 1) * WARPS + warp) * NT * 8 * 32, acc, lane);
+  }
+  __syncthreads();
+  finish<WARPS>(a, parts, (last >> 1) - 1, group, expert, lane, warp);
+}
+extern __shared__ __align__(128) unsigned char dynamic[];
+
+extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) experts(Arguments a) {
+  int4 work = __ldg(a.work + CLASS * a.groups + blockIdx.y);
+  if (work.y < 0) return;
+  if (TABLE_BITS <= HIGH && (u32)__cvta_generic_to_shared(dynamic) != SHARED_BASE) __trap();
+#define TAKE(B)                                             \
+  if constexpr (LOW <= B && B <= HIGH)                      \
+    if (work.z == B) {                                      \
+      if constexpr (B < TABLE_BITS) run_low<(B < 4 ? B : 4)>(a, work, dynamic); else run_high<(B > 4 ? B : 4)>(a, work, dynamic); \
+    }
+  TAKE(2) TAKE(3) TAKE(4) TAKE(5) TAKE(6) TAKE(7) TAKE(8)
+}

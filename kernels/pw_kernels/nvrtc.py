@@ -1,0 +1,128 @@
+"""Compile CUDA C++ at run time and launch it on torch's stream: NVRTC, no toolkit. Knows no kernel.
+
+Needs `cuda-bindings`, which torch's CUDA builds depend on. A kernel is compiled on first use for
+the device in hand and kept for the life of the process.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Mapping, Sequence
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+import torch
+from cuda.bindings import driver, nvrtc  # type: ignore[import-not-found, unused-ignore]
+
+Define = int | str
+_DEFAULT_SHARED_BYTES = 48 * 1024  # more must be asked for
+_thread = threading.local()
+
+
+class Kernel:
+    """One compiled `extern "C"` kernel on one device.
+
+    Args:
+        source: Name of a .cu file of this package.
+        name: The kernel in it.
+        defines: Macros, in any order.
+        device: CUDA device index.
+    """
+
+    def __init__(self, source: str, name: str, defines: Mapping[str, Define], device: int) -> None:
+        self._device = device
+        major, minor = torch.cuda.get_device_capability(device)
+        code = compile_source(source, defines, 10 * major + minor)
+        _enter(device)
+        self._library = _check(driver.cuModuleLoadData(code))
+        self._function = _check(driver.cuModuleGetFunction(self._library, name.encode()))
+        self._shared = _DEFAULT_SHARED_BYTES
+
+    def attribute(self, name: str) -> int:
+        """A `CU_FUNC_ATTRIBUTE_` of the kernel, such as NUM_REGS or LOCAL_SIZE_BYTES."""
+        what = getattr(driver.CUfunction_attribute, f"CU_FUNC_ATTRIBUTE_{name}")
+        return int(_check(driver.cuFuncGetAttribute(what, self._function)))
+
+    def launch(self, grid: Sequence[int], threads: int, shared_bytes: int, *arguments: Any) -> None:
+        """Launch on torch's current stream.
+
+        Args:
+            grid: Blocks in x, y, and z if given.
+            threads: Threads of a block.
+            shared_bytes: Dynamic shared memory of a block.
+            arguments: ctypes values in the kernel's order; structures are passed by value.
+        """
+        _enter(self._device)
+        if shared_bytes > self._shared:
+            limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            _check(driver.cuFuncSetAttribute(self._function, limit, shared_bytes))
+            self._shared = shared_bytes
+        pointers = (ctypes.c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
+        x, y, z = (*grid, 1, 1)[:3]
+        stream = torch.cuda.current_stream(self._device).cuda_stream
+        _check(
+            driver.cuLaunchKernel(
+                self._function, x, y, z, threads, 1, 1, shared_bytes, stream,
+                ctypes.addressof(pointers), 0,
+            )
+        )  # fmt: skip
+
+
+@cache
+def kernel(source: str, name: str, defines: tuple[tuple[str, Define], ...], device: int) -> Kernel:
+    """The kernel with these macros, compiled once."""
+    return Kernel(source, name, dict(defines), device)
+
+
+@cache
+def reserved_shared_bytes(device: int) -> int:
+    """Shared memory of each block that the driver keeps; dynamic shared memory begins after it."""
+    name = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_RESERVED_SHARED_MEMORY_PER_BLOCK
+    return int(_check(driver.cuDeviceGetAttribute(name, device)))
+
+
+def compile_source(source: str, defines: Mapping[str, Define], capability: int) -> bytes:
+    """Compile a .cu file of this package.
+
+    Args:
+        source: Its name.
+        defines: Macros.
+        capability: Compute capability times ten, such as 90.
+
+    Returns:
+        Machine code (a cubin).
+
+    Raises:
+        ValueError: It does not compile; the message is the compiler's.
+    """
+    text = files("pw_kernels").joinpath(source).read_bytes()
+    program = _check(nvrtc.nvrtcCreateProgram(text, source.encode(), 0, [], []))
+    options = [f"--gpu-architecture=sm_{capability}", "-std=c++17", "-default-device"]
+    options += [f"-D{key}={value}" for key, value in defines.items()]
+    status = nvrtc.nvrtcCompileProgram(program, len(options), [o.encode() for o in options])[0]
+    if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+        log = bytes(_check(nvrtc.nvrtcGetProgramLogSize(program)))
+        _check(nvrtc.nvrtcGetProgramLog(program, log))
+        raise ValueError(f"{source} does not compile: {log.decode(errors='replace').strip()}")
+    code = bytes(_check(nvrtc.nvrtcGetCUBINSize(program)))
+    _check(nvrtc.nvrtcGetCUBIN(program, code))
+    _check(nvrtc.nvrtcDestroyProgram(program))
+    return code
+
+
+def _enter(device: int) -> None:
+    """Make the device's primary context current in this thread, as torch's own calls do."""
+    if getattr(_thread, "device", None) != device:
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+        _check(driver.cuCtxSetCurrent(_check(driver.cuDevicePrimaryCtxRetain(device))))
+        _thread.device = device
+
+
+def _check(result: tuple[Any, ...]) -> Any:
+    """The value of a driver or NVRTC call, or an error that names its status."""
+    status, *values = result
+    if int(status) != 0:
+        raise RuntimeError(f"CUDA call failed: {status.name}")
+    return values[0] if values else None

@@ -1,0 +1,191 @@
+"""The CUDA MoE: compiled by NVRTC wherever that is installed, run and compared on a GPU."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from pw_kernels import dispatch, reference, testing
+from pw_kernels.pages import WeightPages
+
+nvrtc = pytest.importorskip(
+    "pw_kernels.nvrtc", reason="needs cuda-bindings, as torch's CUDA builds"
+)
+cuda_moe = pytest.importorskip("pw_kernels.cuda_moe")
+
+on_gpu = pytest.mark.skipif("os.environ['TRITON_INTERPRET'] == '1'", reason="TRITON_INTERPRET=1")
+BLOCK = {
+    "FLOAT16": 0, "TOP_K": 4, "ROWS": 2816, "COLS": 2048, "ROW_TILES": 88, "COL_TILES": 16,
+    "PLANES": 8, "PP": 22, "LP": 44, "PAGE_SHIFT": 15, "GATED": 1, "KIND": 0, "BIAS": 0,
+    "CLASS": 0, "LOW": 2, "HIGH": 4, "NT": 1, "WK": 2, "ITEMS": 1, "BLOCKS": 1, "STAGES": 2,
+    "TABLE_BITS": 5, "SHARED_BASE": 1024,
+}  # fmt: skip
+
+
+ROUTING = {"EXPERTS": 8, "TOKENS": 8, "THREADS": 128, "FLOAT16": 1, "TOP_K": 2}
+
+
+@pytest.fixture(scope="module")
+def compile_source() -> Any:
+    try:
+        nvrtc.compile_source("routing.cu", ROUTING, 90)
+    except RuntimeError as error:  # cuda-bindings without the library that it binds
+        pytest.skip(f"NVRTC is not installed: {error}")
+    return nvrtc.compile_source
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100])
+def test_compiles_ahead_of_time(compile_source: Any, capability: int) -> None:
+    for defines in (
+        {},
+        {"GATED": 0, "ROWS": 1000, "COLS": 712, "ROW_TILES": 32, "COL_TILES": 6, "BIAS": 1},
+        {"FLOAT16": 1, "CLASS": 1, "LOW": 5, "HIGH": 8, "WK": 4, "ITEMS": 2, "KIND": 1},
+        {"NT": 8, "KIND": 2},
+    ):
+        assert len(compile_source("moe.cu", BLOCK | defines, capability)) > 1000
+    with pytest.raises(ValueError, match=r"moe\.cu does not compile"):
+        compile_source("moe.cu", BLOCK | {"TABLE_BITS": "nonsense"}, capability)
+
+
+def place(pages: WeightPages) -> WeightPages:
+    tensors = (pages.bits, pages.plane_pages, pages.lut_pages, pages.lut_offset)
+    return WeightPages(pages.rows, pages.cols, *(tensor.cuda() for tensor in tensors))
+
+
+class Call:
+    """One layer on the GPU, its random inputs, and what the reference says."""
+
+    def __init__(
+        self,
+        bits: list[int],
+        hidden: int,
+        inner: int,
+        tokens: int,
+        top_k: int = 2,
+        dtype: torch.dtype = torch.bfloat16,
+        page_bytes: int = 4096,
+        **kwargs: Any,
+    ) -> None:
+        self.experts = len(bits)
+        size = 3 * inner * hidden * len(bits)  # bytes of 8 planes, twice over with tables
+        arena = testing.ScatteredArena(200 + 2 * size // page_bytes + 40 * len(bits), page_bytes)
+        shapes = ((2 * inner, hidden), (hidden, inner))
+        self.blocks = [
+            place(testing.random_blocks(arena, *shape, widths, dtype))
+            for shape, widths in zip(shapes, (bits, bits[::-1]), strict=True)
+        ]
+        self.arena = arena.data.cuda()
+        ids = torch.stack([torch.randperm(len(bits) + 1)[:top_k] for _ in range(tokens)])
+        self.ids = ids.cuda()  # the last id is no expert
+        self.weights = torch.rand(tokens, top_k).cuda()
+        self.x = torch.randn(tokens, hidden, dtype=dtype).cuda()
+        self.kwargs = {"lut_dtype": dtype, "activation": "silu", **kwargs}
+
+    def __call__(self, **kwargs: Any) -> torch.Tensor:
+        for shape in (self.x.shape, (self.ids.numel(), self.x.shape[1])):  # memory that is reused
+            torch.full(shape, float("nan"), device="cuda")
+        args = (self.x, self.ids, self.weights, self.arena, *self.blocks)
+        out: torch.Tensor = cuda_moe.fused_moe(*args, **self.kwargs, **kwargs)
+        return out
+
+    def check(self, **kwargs: Any) -> None:
+        got, want = self(**kwargs), self.want()
+        assert (got.float() - want).norm() <= 1e-2 * want.norm()
+        assert torch.equal(self(**kwargs), got)
+
+    def want(self) -> torch.Tensor:
+        out = reference.fused_moe(
+            self.x.float(), self.ids, self.weights, self.arena, *self.blocks, **self.kwargs
+        )
+        assert out.norm() > 0
+        return out
+
+
+ALL_WIDTHS = [2, 3, 4, 5, 6, 7, 8]
+
+
+@pytest.mark.gpu
+@on_gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("token_tiles", [1, 2, 4, 8])
+@pytest.mark.parametrize("register_bits", [3, 4])
+def test_all_widths_in_one_launch(token_tiles: int, register_bits: int, dtype: torch.dtype) -> None:
+    low, high = cuda_moe.Tuning(2, 1, stages=3), cuda_moe.Tuning(2, 1, items=2)
+    if token_tiles > 2:
+        low = cuda_moe.Tuning(2, 1)
+    call = Call(ALL_WIDTHS * 2, 392, 96, tokens=60, top_k=3, dtype=dtype)
+    call.check(plan=cuda_moe.Plan(token_tiles, low, high, register_bits))
+    call.check(plan=cuda_moe.Plan(token_tiles, cuda_moe.Tuning(2, 1), None, register_bits))
+
+
+@pytest.mark.gpu
+@on_gpu
+@pytest.mark.parametrize("tokens", [1, 9, 150])
+@pytest.mark.parametrize("shape", [(704, 704), (1024, 768), (2816, 704), (2048, 1408), (200, 32)])
+def test_shapes_of_real_models_with_the_chosen_plan(shape: tuple[int, int], tokens: int) -> None:
+    Call([2, 5, 3, 8], *shape, tokens=tokens, page_bytes=32768).check()
+
+
+@pytest.mark.gpu
+@on_gpu
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
+def test_activations_and_biases(activation: str) -> None:
+    biases: dict[str, Any] = {
+        "gate_up_bias": torch.randn(3, 128).cuda(),
+        "down_bias": torch.randn(3, 256).cuda(),
+    }
+    Call([3, 6, 4], 256, 64, tokens=20, activation=activation, **biases).check()
+
+
+@pytest.mark.gpu
+@on_gpu
+def test_a_token_does_not_depend_on_its_batch() -> None:
+    call = Call(ALL_WIDTHS, 256, 64, tokens=30)
+    plan = cuda_moe.choose_plan(60, 7)
+    whole = call(plan=plan)
+    call.x, call.ids, call.weights = call.x[11:12], call.ids[11:12], call.weights[11:12]
+    assert torch.equal(call(plan=plan)[0], whole[11])
+
+
+@pytest.mark.gpu
+@on_gpu
+def test_routing_statistics() -> None:
+    call = Call([4] * 5, 256, 64, tokens=300)
+    got, want = torch.ones(2, 5).cuda(), torch.ones(2, 5).cuda()
+    call(statistics=got)
+    reference.count_routing(want, call.ids, call.weights)
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.gpu
+@on_gpu
+def test_a_captured_graph_follows_bits_and_routing() -> None:
+    call = Call([8] * 6, 256, 64, tokens=6)
+    call()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = call()
+    narrow = Call([2, 3, 4, 5, 6, 7], 256, 64, tokens=6)
+    for mine, other in zip(call.blocks, narrow.blocks, strict=True):
+        for name in ("bits", "plane_pages", "lut_offset"):
+            getattr(mine, name).copy_(getattr(other, name))
+        mine.lut_pages.fill_(-1)
+        mine.lut_pages[:, : other.lut_pages.shape[1]] = other.lut_pages
+    call.arena.copy_(narrow.arena)
+    call.ids.copy_(narrow.ids)
+    graph.replay()
+    want = call.want()
+    assert (out.float() - want).norm() <= 1e-2 * want.norm()
+
+
+@pytest.mark.gpu
+@on_gpu
+def test_the_door_takes_it_where_it_fits_and_triton_elsewhere() -> None:
+    names = ("x", "ids", "weights", "arena")
+    for inner, backend in ((64, "cuda"), (40, "triton")):
+        call = Call([3, 5], 256, inner, tokens=4)
+        args = [getattr(call, name) for name in names] + call.blocks
+        auto = dispatch.fused_moe(*args, **call.kwargs)
+        assert torch.equal(auto, dispatch.fused_moe(*args, **call.kwargs, backend=backend))
+    with pytest.raises(ValueError, match="'cuda' cannot run"):
+        dispatch.fused_moe(*args, **call.kwargs, backend="cuda")
