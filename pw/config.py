@@ -150,11 +150,10 @@ class EngineConfig:
     min_bits: int | None = None  # None: the artifact's
     max_bits: int | None = None
     offload_cpu_memory: int | None = None  # bytes of host plane store; None: all planes
-    seed: int = 0
+    seed: int | None = None  # of requests that bring none; None: fresh entropy for each
     trace: Path | None = None  # JSONL of every transition
     trace_requests: bool = False  # put token ids of requests into the trace too
     checkpoint: Path | None = None  # source of dense experts (policy dense); None: the manifest's
-    load_format: str = "auto"
     planner: PlannerConfig = field(default_factory=PlannerConfig)
 
     def __post_init__(self) -> None:

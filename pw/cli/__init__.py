@@ -15,7 +15,7 @@ from pw import __version__
 from pw.cli.command import UsageError, add_command, print_error
 from pw.cli.inspection import env, inspect
 from pw.cli.measurement import bench, evaluate
-from pw.cli.offline import calibrate, fit_residuals, quantize, sensitivity, trace
+from pw.cli.offline import calibrate, export, fit_residuals, quantize, sensitivity, trace
 from pw.cli.runtime import generate, serve
 from pw.errors import PwError
 
@@ -32,7 +32,7 @@ for _panel, _functions in {
     "Make an artifact": (calibrate, quantize, sensitivity, trace, fit_residuals),
     "Run a model": (serve, generate),
     "Measure": (evaluate, bench),
-    "Look": (inspect, env),
+    "Look": (inspect, export, env),
 }.items():
     for _function in _functions:
         add_command(app, _function, panel=_panel, name="eval" if _function is evaluate else None)
@@ -59,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     Raises:
         SystemExit: Always, with the exit code.
     """
-    # Torch's CPU threads spin for milliseconds while they wait for each other. Where other jobs want
+    # Torch's CPU threads spin for milliseconds waiting for each other. Where other jobs want
     # the cores, that makes small products a hundred times slower; asleep they cost microseconds.
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     try:

@@ -216,8 +216,9 @@ class Runtime:
         Path | None,
         _model("The unquantized model, for policy dense (default: the artifact's source)."),
     ] = None
-    load_format: Annotated[str, _model("auto or dummy.")] = EngineConfig.load_format
-    seed: Annotated[int | None, _model("Seed of the random numbers.")] = None
+    seed: Annotated[
+        int | None, _model("Seed of requests that bring none (default: fresh entropy).")
+    ] = None
 
     def config(self, planner: Planner, **overrides: Any) -> EngineConfig:
         """The engine's settings.
@@ -252,11 +253,10 @@ class Runtime:
             min_bits=self.min_bits,
             max_bits=self.max_bits,
             offload_cpu_memory=_size(self.offload_cpu_memory),
-            seed=self.seed or 0,
+            seed=self.seed,
             trace=self.precision_trace,
             trace_requests=self.trace_requests,
             checkpoint=self.checkpoint,
-            load_format=self.load_format,
             planner=planner.config(),
             **overrides,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence as Seq
 
 from tokenizers import Tokenizer
@@ -31,6 +32,7 @@ class Admission:
         self._vocabulary = parts.skeleton.vocab_size
         self._device = parts.skeleton.device
         self._max_queued = config.max_num_queued_reqs
+        self._seeds = None if config.seed is None else random.Random(config.seed)
 
     def admit(
         self, request_id: str, prompt: Seq[int], params: SamplingParams, waiting: int
@@ -67,7 +69,7 @@ class Admission:
                 params.stop,
                 params.include_stop_str_in_output,
             ),
-            make_generator(params, self._device),
+            make_generator(params, self._device, self._next_seed()),
         )
 
     def _check_vocabulary(self, tokens: Seq[int], param: str) -> None:
@@ -77,6 +79,10 @@ class Admission:
                     f"token id is outside the vocabulary of {self._vocabulary}: {token}",
                     param=param,
                 )
+
+    def _next_seed(self) -> int | None:
+        """A seed of its own for each request of an engine that has a seed."""
+        return None if self._seeds is None else self._seeds.getrandbits(63)
 
     def _max_tokens(self, prompt: int, params: SamplingParams) -> int:
         """Tokens to generate at most, so that prompt and output fit alone at the least widths."""

@@ -10,15 +10,24 @@ from pw.engine.request import SamplingParams, TokenLogprob
 _GREEDY_BELOW = 1e-5  # temperatures that leave a float32 softmax nothing but the likeliest token
 
 
-def make_generator(params: SamplingParams, device: torch.device) -> torch.Generator | None:
-    """Generator of one sequence; None for greedy decoding. Fresh entropy without a seed."""
+def make_generator(
+    params: SamplingParams, device: torch.device, fallback_seed: int | None = None
+) -> torch.Generator | None:
+    """Generator of one sequence; None for greedy decoding.
+
+    Args:
+        params: Its seed counts first.
+        device: Where the logits are.
+        fallback_seed: Of a request without a seed; None: fresh entropy.
+    """
     if params.temperature < _GREEDY_BELOW:
         return None
     generator = torch.Generator(device)
-    if params.seed is None:
+    seed = fallback_seed if params.seed is None else params.seed
+    if seed is None:
         generator.seed()
     else:
-        generator.manual_seed(params.seed)
+        generator.manual_seed(seed)
     return generator
 
 

@@ -258,3 +258,13 @@ def test_a_trace_that_cannot_be_written_ends_and_the_engine_does_not(
     engine = open_engine(qwen[1], memory_budget=tight_budget(qwen[1], 60), trace=full)
     assert len(engine.generate([random_prompt(60, s) for s in range(4)], GREEDY)) == 4
     assert [record.message.split(",")[0] for record in caplog.records] == ["the trace ends here"]
+
+
+def test_engine_seed_repeats_a_run_but_not_a_request(qwen: tuple[Any, Path]) -> None:
+    _, artifact = qwen
+    params = SamplingParams(temperature=1.0, max_tokens=12, ignore_eos=True)
+    prompts = [[5, 6, 7]] * 3
+    runs = [open_engine(artifact, "static:4", seed=1).generate(prompts, params) for _ in range(2)]
+    assert runs[0] == runs[1]
+    assert len({completion.token_ids for completion in runs[0]}) == 3
+    assert open_engine(artifact, "static:4", seed=2).generate(prompts, params) != runs[0]
