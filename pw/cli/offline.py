@@ -15,6 +15,8 @@ from pw.cli.locate import artifact_path, default_output
 from pw.cli.options import Calibration, Common, Widths
 
 if TYPE_CHECKING:
+    from pw.config import QuantizeConfig
+    from pw_pipelines.dry_run import DryRunReport
     from pw_pipelines.progress import Progress
     from pw_pipelines.quantize import QuantizeReport
     from pw_pipelines.residuals import ResidualReport
@@ -39,6 +41,11 @@ Output = Annotated[
 ]
 Overwrite = Annotated[
     bool, typer.Option("--overwrite", help="Replace what was made with other settings.")
+]
+
+DryRun = Annotated[
+    bool,
+    typer.Option("--dry-run", help="Say what would be done; reads headers only, writes nothing."),
 ]
 
 
@@ -107,15 +114,20 @@ def quantize(
     common: Common,
     output: Output = None,
     overwrite: Overwrite = False,
+    dry_run: DryRun = False,
 ) -> None:
     """Turn the experts into nested bit-planes with a lookup table per width."""
     config = widths.config(calibration)
+    path = output or default_output(model)
+    if dry_run:
+        _plan(model, path, config, calibration, common, overwrite=overwrite)
+        return
 
     from pw_pipelines import quantize as stage
 
     report = stage.run(
         model,
-        output or default_output(model),
+        path,
         config,
         progress_of(common),
         overwrite=overwrite,
@@ -125,6 +137,53 @@ def quantize(
         print_json(report)
     else:
         _print_quantized(report)
+
+
+def _plan(
+    model: str,
+    path: Path,
+    config: QuantizeConfig,
+    calibration: Calibration,
+    common: Common,
+    *,
+    overwrite: bool,
+) -> None:
+    """Say what `pw quantize` would do."""
+    from pw_pipelines import dry_run
+
+    report = dry_run.run(model, path, config, overwrite=overwrite, device=calibration.device)
+    if common.json:
+        print_json(report)
+    else:
+        _print_plan(report)
+
+
+def _print_plan(report: DryRunReport) -> None:
+    print(f"{report.model} ({report.architecture}) -> {report.output}: {report.blocks} blocks")
+    for module, plan in report.plan.items():
+        tiles = "x".join(str(n) for n in plan.padded)
+        print(
+            f"  {plan.count} {module} blocks {plan.rows}x{plan.cols}, stored as {tiles}: bits "
+            f"{report.min_bits} to {report.max_bits}, tables {report.lut_dtype}"
+        )
+    print(f"  experts unquantized {report.dense_bytes:>18,} bytes")
+    for bits, size in report.bytes_by_width.items():
+        print(f"  at {bits} bits           {size:>18,} bytes  {size / report.dense_bytes:.0%}")
+    for title, groups in (
+        ("left alone, copied byte for byte", report.left_alone),
+        ("not copied, no part of the text model", report.not_copied),
+    ):
+        if groups:
+            print(f"{title}: {sum(group.bytes for group in groups):,} bytes")
+        for group in groups:
+            print(f"  {group.count:>4} {group.name}  {group.bytes:,} bytes")
+    print(f"calibration: {report.samples} samples, {report.tokens:,} tokens")
+    print(f"memory: about {report.memory_bytes:,} bytes")
+    print(
+        f"disk: {report.disk_bytes:,} bytes, {report.disk_free:,} free; reads {report.read_bytes:,}"
+    )
+    stages = ", ".join(f"{stage} {seconds:.0f} s" for stage, seconds in report.seconds.items())
+    print(f"time: about {stages}, disks not counted")
 
 
 def _print_quantized(report: QuantizeReport) -> None:
@@ -199,3 +258,24 @@ def fit(path: Path, common: Common, *, overwrite: bool = False) -> ResidualRepor
     from pw_pipelines import residuals
 
     return residuals.run(path, progress_of(common), overwrite=overwrite)
+
+
+def export(
+    artifact: Artifact,
+    bits: Annotated[int, typer.Option("--bits", "-b", help="Width of all experts.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The checkpoint's folder.")],
+    common: Common,
+) -> None:
+    """Write an artifact as a Hugging Face checkpoint with dequantized experts of one width."""
+    path = artifact_path(artifact, quiet=common.quiet)
+
+    from pw_pipelines import export as stage
+
+    report = stage.run(path, output, bits, progress_of(common))
+    if common.json:
+        print_json(report)
+    else:
+        print(
+            f"{report.path}: {report.architecture} with experts of {report.bits} bits, "
+            f"{report.tensors} tensors in {report.files} files, {report.bytes:,} bytes"
+        )

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers.integrations.moe import ExpertsInterface
 
+from pw.blocks import Module
 from pw.errors import ModelError
 
 NAME = "pw"
@@ -83,6 +84,14 @@ def gate_first(tensor: Tensor, module: Any, axis: int = 0) -> Tensor:
         return tensor
     rows = tensor.movedim(axis, 0)
     return torch.cat((rows[::2], rows[1::2])).movedim(0, axis)
+
+
+def to_module_layout(weights: Tensor, module: Any, block: Module) -> Tensor:
+    """Weights of a layer's blocks [E, N, K] in the layout of its experts module's parameter."""
+    if block == "gate_up" and not module.is_concatenated:
+        gate, up = weights.chunk(2, dim=1)
+        weights = torch.stack((gate, up), dim=2).flatten(1, 2)
+    return weights.transpose(1, 2) if module.is_transposed else weights
 
 
 def activation_of(module: Any) -> Activation:

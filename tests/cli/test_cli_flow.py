@@ -235,3 +235,25 @@ def test_env_is_a_bug_report_without_values_of_variables(monkeypatch: pytest.Mon
     assert "PW_API_KEY" in done.out
     assert "secret" not in done.out
     assert set(json.loads(run("env", "--json").out)) >= {"torch", "devices", "backends"}
+
+
+def test_a_dry_run_prints_the_plan_and_writes_nothing(made: Made, tmp_path: Path) -> None:
+    flags = ("--dataset", str(made.text), *TEXT_FLAGS, "--max-bits", "4", "--dry-run")
+    done = run("quantize", str(made.checkpoint), "-o", str(tmp_path / "a.pw"), *flags)
+    assert done.code == 0, done.err
+    for piece in ("12 blocks", "at 4 bits", "left alone", "mlp.gate.weight", "memory: about"):
+        assert piece in done.out
+    assert list(tmp_path.iterdir()) == []
+    done = run("quantize", str(made.checkpoint), "-o", str(tmp_path / "a.pw"), *flags, "--json")
+    assert json.loads(done.out)["plan"]["down"]["count"] == 6
+
+
+def test_export_writes_a_checkpoint(made: Made, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    done = run("export", str(made.artifact), "--bits", "3", "-o", str(out))
+    assert done.code == 0, done.err
+    assert f"{out}: Qwen2MoeForCausalLM with experts of 3 bits" in done.out
+    assert {"config.json", "tokenizer.json"} <= {file.name for file in out.iterdir()}
+    done = run("export", str(made.artifact), "--bits", "3", "-o", str(out))
+    assert (done.code, done.out) == (3, "")
+    assert "output exists" in done.err

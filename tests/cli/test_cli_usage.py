@@ -11,7 +11,7 @@ from support.cli import run
 
 COMMANDS = [
     *("calibrate", "quantize", "sensitivity", "trace", "fit-residuals"),
-    *("serve", "generate", "eval", "bench", "inspect", "env"),
+    *("serve", "generate", "eval", "bench", "inspect", "export", "env"),
 ]
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from pw.blocks import MODULES, BlockKey, BlockShape, ExpertGeometry
-from pw.config import CalibrationConfig, QuantizeConfig
+from pw.config import QuantizeConfig
 from pw.errors import ConfigError, ModelError, StaleStageError
 from pw.models.checkpoint import Checkpoint
 from pw.models.resolve import resolve_model
@@ -21,14 +21,16 @@ from pw_pipelines.codebook import fit_codebook
 from pw_pipelines.dequantized import DequantizedBlocks
 from pw_pipelines.moments import Coverage, Moments
 from pw_pipelines.quantize import auto_max_bits, quantize_blocks, uniform_bytes
-from support.offline import QUIET, TINY_TEXT, random_checkpoint, tree_digests, write_text
+from support.offline import (
+    QUIET,
+    TINY_TEXT,
+    calibration,
+    random_checkpoint,
+    tree_digests,
+    write_text,
+)
 
 ROOT = Path(__file__).parents[2]
-
-
-def small_text(folder: Path) -> CalibrationConfig:
-    text = write_text(folder / "text.txt")
-    return CalibrationConfig(dataset=str(text), nsamples=8, seqlen=64)
 
 
 def test_planes_and_tables_give_the_fitted_weights_bit_for_bit() -> None:
@@ -88,7 +90,7 @@ class Small:
 def small(tmp_path_factory: pytest.TempPathFactory) -> Small:
     folder = tmp_path_factory.mktemp("small")
     random_checkpoint(folder / "model")
-    made = Small(folder, QuantizeConfig(max_bits=4, calibration=small_text(folder)))
+    made = Small(folder, QuantizeConfig(max_bits=4, calibration=calibration(folder)))
     quantize.run(made.model, made.artifact, made.config, QUIET)
     return made
 
@@ -152,7 +154,7 @@ def test_experts_that_no_token_reaches(tmp_path: Path) -> None:
         for layer, experts in dead.items():
             model.model.layers[layer].mlp.router.bias[list(experts)] = -1e9
     model.save_pretrained(folder)
-    text = small_text(tmp_path)
+    text = calibration(tmp_path)
     config = QuantizeConfig(max_bits=4, calibration=text)
     report = quantize.run(str(folder), tmp_path / "a.pw", config, QUIET)
     assert report.coverage["dead"] == 3
@@ -183,7 +185,7 @@ def test_a_checkpoint_with_infinite_weights_is_refused(tmp_path: Path) -> None:
     with torch.no_grad():
         model.model.layers[1].mlp.experts.down_proj[2, 0, 0] = torch.inf
     model.save_pretrained(tmp_path / "model")
-    config = QuantizeConfig(max_bits=4, calibration=small_text(tmp_path))
+    config = QuantizeConfig(max_bits=4, calibration=calibration(tmp_path))
     with pytest.raises(ModelError, match="weights of layer 1 expert 2 down are not finite"):
         quantize.run(str(tmp_path / "model"), tmp_path / "a.pw", config, QUIET)
 

@@ -47,6 +47,11 @@ def write_text(path: Path, length: int = 4000) -> Path:
     return path
 
 
+def calibration(folder: Path, nsamples: int = 8, seqlen: int = 64) -> CalibrationConfig:
+    """Text of random words in `folder`, as calibration settings."""
+    return CalibrationConfig(str(write_text(folder / "text.txt")), nsamples, seqlen)
+
+
 def random_checkpoint(folder: Path, kind: str = "qwen2_moe", **overrides: Any) -> Any:
     """Write a random model of a kind with a tokenizer; returns the model."""
     model = make_checkpoint(kind, folder, vocab_size=VOCABULARY, **overrides)

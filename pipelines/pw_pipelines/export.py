@@ -1,0 +1,164 @@
+"""An artifact back to a Hugging Face checkpoint, its experts at one width, for any peer to check.
+
+Names and layout are those in which transformers saves the architecture; weights are the very
+numbers that the engine computes with. One shard per layer of experts, written one at a time.
+
+Axes: E experts, N rows, K columns.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers.core_model_loading import revert_weight_conversion
+
+from pw.blocks import MODULES, BlockKey
+from pw.errors import ConfigError, StoreError
+from pw.models.checkpoint import Checkpoint
+from pw.models.experts import expert_modules, to_module_layout
+from pw.models.shards import INDEX
+from pw.store.artifact import Artifact
+from pw.store.files import disk_errors, remove_tree
+from pw.store.writer import MODEL_FILES
+from pw_pipelines.dequantized import DequantizedBlocks
+from pw_pipelines.progress import Progress
+
+
+@dataclass(frozen=True)
+class ExportReport:
+    """What `export` wrote."""
+
+    path: Path
+    bits: int
+    architecture: str  # class of transformers that loads it
+    tensors: int
+    bytes: int  # of all tensors
+    files: int  # with weights
+
+
+def run(path: str | Path, out: str | Path, bits: int, progress: Progress) -> ExportReport:
+    """Write the artifact at `path` as a checkpoint with experts of `bits` bits, into `out`.
+
+    The text model of a multimodal checkpoint is written alone: an artifact holds nothing else.
+
+    Raises:
+        ConfigError: The artifact does not have this width.
+        StoreError: `out` exists, or the artifact is damaged.
+        PartialResultError: The disk is full.
+    """
+    artifact, out = Artifact.open(path), Path(out)
+    if bits not in artifact.manifest.widths:
+        raise ConfigError(
+            f"width is not in the artifact: {bits}",
+            f"it has {artifact.min_bits} to {artifact.max_bits}: `{artifact.path}`",
+        )
+    if out.exists():
+        raise StoreError(f"output exists: `{out}`", "remove it first, or name another folder")
+    checkpoint = Checkpoint.open(artifact.path)
+    partial = out.with_name(f"{out.name}.partial")
+    remove_tree(partial)
+    partial.mkdir(parents=True)
+    geometry = artifact.geometry
+    writer = _ShardWriter(partial, len(geometry.layers) + 1, _bytes_needed(checkpoint))
+    writer.write(_dense(checkpoint))
+    blocks = DequantizedBlocks(artifact, torch.device("cpu"))
+    with progress.stage("export", geometry.blocks, "blocks") as advance:
+        for slot, layer in enumerate(geometry.layers):
+            writer.write(_experts(checkpoint, blocks, slot, layer, bits, artifact.lut_dtype))
+            advance(geometry.experts * len(MODULES))
+    writer.write_index()
+    _write_config(checkpoint, partial)
+    partial.rename(out)
+    return ExportReport(
+        path=out,
+        bits=bits,
+        architecture=type(checkpoint.architecture.meta).__name__,
+        tensors=len(writer.places),
+        bytes=writer.bytes,
+        files=writer.shards,
+    )
+
+
+class _ShardWriter:
+    """Writes numbered safetensors files and their index."""
+
+    def __init__(self, folder: Path, shards: int, bytes_needed: int) -> None:
+        self.shards, self.bytes = shards, 0
+        self.places: dict[str, str] = {}  # tensor -> file
+        self._folder, self._needed, self._written = folder, bytes_needed, 0
+
+    def write(self, tensors: dict[str, Tensor]) -> None:
+        """Write the next file."""
+        self._written += 1
+        name = f"model-{self._written:05d}-of-{self.shards:05d}.safetensors"
+        with disk_errors(self._folder, self._needed):
+            whole = {key: tensor.clone().contiguous() for key, tensor in tensors.items()}
+            save_file(whole, self._folder / name, metadata={"format": "pt"})
+        self.places.update(dict.fromkeys(tensors, name))
+        self.bytes += sum(tensor.nbytes for tensor in tensors.values())
+
+    def write_index(self) -> None:
+        """Write which tensor is in which file."""
+        index = {"metadata": {"total_size": self.bytes}, "weight_map": self.places}
+        (self._folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+
+
+def _bytes_needed(checkpoint: Checkpoint) -> int:
+    entries = [checkpoint.shards.entry(name) for name in checkpoint.dense_keys()]
+    return sum(e.stop - e.start for e in entries) + 2 * checkpoint.geometry.weights
+
+
+def _dense(checkpoint: Checkpoint) -> dict[str, Tensor]:
+    """Everything but expert weights, byte for byte; under the text model's own names."""
+    if not checkpoint.architecture.multimodal:
+        return {name: checkpoint.read(name) for name in checkpoint.dense_keys()}
+    named = {
+        checkpoint.keymap.dense[name]: checkpoint.read(name) for name in checkpoint.dense_keys()
+    }
+    return _original_names(checkpoint, named)
+
+
+def _experts(
+    checkpoint: Checkpoint,
+    blocks: DequantizedBlocks,
+    slot: int,
+    layer: int,
+    bits: int,
+    dtype: torch.dtype,
+) -> dict[str, Tensor]:
+    """Expert weights of a layer in the architecture's layout on disk."""
+    path, module = expert_modules(checkpoint.architecture.meta)[slot]
+    tables: dict[str, Tensor] = {}
+    for block in MODULES:
+        experts = range(checkpoint.geometry.experts)
+        weights = [blocks.weight(BlockKey(layer, e, block), bits).to(dtype) for e in experts]
+        tables[f"{path}.{block}_proj"] = to_module_layout(torch.stack(weights), module, block)
+    return _original_names(checkpoint, tables)
+
+
+def _original_names(checkpoint: Checkpoint, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors of the module tree as transformers would save them."""
+    model: Any = checkpoint.architecture.meta
+    found: dict[str, Tensor] = revert_weight_conversion(model, tensors)
+    return found
+
+
+def _write_config(checkpoint: Checkpoint, folder: Path) -> None:
+    """Configuration and tokenizer files; for a part of a multimodal model, the part's config."""
+    for name in MODEL_FILES:
+        if (checkpoint.path / name).is_file():
+            shutil.copyfile(checkpoint.path / name, folder / name)
+    if checkpoint.architecture.multimodal:
+        meta: Any = checkpoint.architecture.meta
+        config = json.loads(checkpoint.architecture.config.to_json_string(use_diff=False))
+        config["architectures"] = [type(meta).__name__]
+        for key in [key for key in config if key.startswith("_")]:
+            del config[key]
+        (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")

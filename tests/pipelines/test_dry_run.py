@@ -1,0 +1,150 @@
+"""`quantize --dry-run`: says what will be, reads no weight, refuses what would fail."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections import namedtuple
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from pw.config import CalibrationConfig, QuantizeConfig
+from pw.errors import (
+    ConfigError,
+    ModelError,
+    PartialResultError,
+    PwError,
+    StaleStageError,
+    StoreError,
+)
+from pw.models.shards import ShardIndex
+from pw.models.testing import make_checkpoint
+from pw.store.artifact import Artifact
+from pw_pipelines import dry_run, quantize
+from support.offline import QUIET, calibration, random_checkpoint, write_tokenizer
+
+Usage = namedtuple("Usage", "total used free")
+
+
+@pytest.fixture
+def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("a weight was read")
+
+    monkeypatch.setattr(ShardIndex, "read", refuse)
+
+
+def plan(model: Path, text: CalibrationConfig, **settings: object) -> dry_run.DryRunReport:
+    config = QuantizeConfig(max_bits=4, calibration=text)
+    return dry_run.run(str(model), model.parent / "a.pw", config, **settings)
+
+
+def test_the_plan_is_what_quantize_then_makes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    random_checkpoint(tmp_path / "model", "gemma4", dtype=torch.bfloat16)
+    text = calibration(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(ShardIndex, "read", None)
+        planned = plan(tmp_path / "model", text)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "text.txt"]
+    config = QuantizeConfig(max_bits=4, calibration=text)
+    made = quantize.run(str(tmp_path / "model"), tmp_path / "a.pw", config, QUIET)
+    for name in ("min_bits", "max_bits", "lut_dtype", "blocks", "dense_bytes", "bytes_by_width"):
+        assert getattr(planned, name) == getattr(made, name), name
+    assert (planned.samples, planned.tokens) == (made.samples, made.tokens)
+    artifact = Artifact.open(tmp_path / "a.pw")
+    dense = sum(group.bytes for group in planned.left_alone)
+    assert 0 < (artifact.path / "dense.safetensors").stat().st_size - dense < 20_000  # header
+    payload = sum(
+        path.stat().st_size
+        for path in artifact.path.rglob("*")
+        if path.is_file() and path.parts[-2] == "0"
+    )
+    on_disk = payload + dense
+    assert planned.disk_bytes <= on_disk <= planned.disk_bytes * 1.05
+    assert any(group.name.startswith("model.vision_tower") for group in planned.not_copied)
+    down = planned.plan["down"]
+    assert (down.count, down.rows, down.cols, down.padded) == (20, 32, 11, (32, 128))
+    assert down.bytes_by_width == {b: b * 512 + 32 * 2**b * 2 for b in (2, 3, 4)}
+    assert (
+        sum(p.count * p.bytes_by_width[3] for p in planned.plan.values())
+        == (made.bytes_by_width[3])
+    )
+    assert all(seconds >= 0 for seconds in planned.seconds.values())
+
+
+def damage_shard(model: Path) -> None:
+    file = next(iter(sorted(model.glob("*.safetensors"))))
+    file.write_bytes(file.read_bytes()[:-10])
+
+
+def remove_shard(model: Path) -> None:
+    next(iter(sorted(model.glob("*.safetensors")))).unlink()
+
+
+def occupy_output(model: Path) -> None:
+    (model.parent / "a.pw").mkdir()
+
+
+def empty_text(model: Path) -> None:
+    (model.parent / "text.txt").write_text("short")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "kind", "message"),
+    [
+        (damage_shard, ModelError, "shard is truncated"),
+        (remove_shard, ModelError, "shard is missing: `model-00001-of-"),
+        (occupy_output, StoreError, "output exists and is not an artifact"),
+        (empty_text, ConfigError, "calibration text holds 5 tokens, one window takes 64"),
+    ],
+)
+@pytest.mark.usefixtures("no_weights")
+def test_what_would_fail_later_is_refused_at_once(
+    spoil: Callable[[Path], None], kind: type[PwError], message: str, tmp_path: Path
+) -> None:
+    make_checkpoint("mixtral", tmp_path / "model", vocab_size=259, max_shard_size="40KB")
+    write_tokenizer(tmp_path / "model")
+    text = calibration(tmp_path)
+    spoil(tmp_path / "model")
+    started = time.perf_counter()
+    with pytest.raises(kind, match=message):
+        plan(tmp_path / "model", text)
+    assert time.perf_counter() - started < 2
+
+
+@pytest.mark.usefixtures("no_weights")
+def test_a_disk_too_small_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    random_checkpoint(tmp_path / "model", "mixtral")
+    text = calibration(tmp_path)
+    needed = plan(tmp_path / "model", text).disk_bytes
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(1 << 40, 0, needed - 1))
+    with pytest.raises(PartialResultError, match=f"{needed} bytes needed, {needed - 1} bytes free"):
+        plan(tmp_path / "model", text)
+
+
+def test_other_settings_than_an_existing_artifacts_are_refused(tmp_path: Path) -> None:
+    random_checkpoint(tmp_path / "model", "mixtral")
+    text = calibration(tmp_path)
+    config = QuantizeConfig(max_bits=3, calibration=text)
+    quantize.run(str(tmp_path / "model"), tmp_path / "a.pw", config, QUIET)
+    with pytest.raises(StaleStageError, match="max_bits was `3`, now `4`"):
+        plan(tmp_path / "model", text)
+    assert plan(tmp_path / "model", text, overwrite=True).max_bits == 4
+
+
+def test_long_texts_need_room_for_hidden_states(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    random_checkpoint(tmp_path / "model", "mixtral")
+    text = calibration(tmp_path)
+    small = plan(tmp_path / "model", text)
+    monkeypatch.setattr(dry_run, "MEMORY_BYTES", 1000)
+    states = 8 * 64 * 32 * 4  # tokens, hidden size, float32
+    spilled = plan(tmp_path / "model", text)
+    assert spilled.disk_bytes - small.disk_bytes == states
+    assert small.memory_bytes - spilled.memory_bytes <= states
