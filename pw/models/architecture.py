@@ -118,6 +118,8 @@ def _check(modules: list[tuple[str, nn.Module]], config: Any) -> None:
     if not modules:
         raise ModelError("no routed experts behind transformers' experts interface")
     for name, module in modules:
+        if not getattr(module, "num_experts", 1):
+            raise ModelError(f"it has zero routed experts (`{name}`)")
         if reason := refusal(module):
             raise ModelError(f"{reason} (`{name}`)")
     layers = [layer_of(name) for name, _ in modules]

@@ -67,6 +67,18 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "model_type": "granitemoe", "num_local_experts": 5, "num_experts_per_tok": 2,
         "intermediate_size": 24,
     },
+    "glm4_moe": {
+        "model_type": "glm4_moe", "n_routed_experts": 6, "num_experts_per_tok": 2, "head_dim": 8,
+        "moe_intermediate_size": 24, "intermediate_size": 48, "n_group": 1, "topk_group": 1,
+        "first_k_dense_replace": 1, "n_shared_experts": 1, "use_qk_norm": True,
+    },
+    "deepseek_v2": {
+        "model_type": "deepseek_v2", "n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 2,
+        "topk_group": 1, "moe_intermediate_size": 24, "intermediate_size": 48, "q_lora_rank": 16,
+        "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 12,
+        "first_k_dense_replace": 1, "num_key_value_heads": 4, "n_shared_experts": 1,
+        "topk_method": "group_limited_greedy", "routed_scaling_factor": 1.5,
+    },
     "deepseek_v3": {
         "model_type": "deepseek_v3", "n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 2,
         "topk_group": 1, "moe_intermediate_size": 24, "intermediate_size": 48, "q_lora_rank": 16,

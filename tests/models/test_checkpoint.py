@@ -19,14 +19,7 @@ from pw.models.checkpoint import Checkpoint
 from pw.models.layered import LayeredModel
 from pw.models.skeleton import load_skeleton
 from pw.models.testing import make_checkpoint
-
-Tensors = dict[str, Tensor]
-
-
-def rewrite(folder: Path, change: Callable[[Tensors], Tensors]) -> None:
-    """Change the tensors of a one-file checkpoint."""
-    file = folder / "model.safetensors"
-    save_file({k: v.contiguous() for k, v in change(load_file(file)).items()}, file)
+from support.layouts import Tensors, mixed, per_expert, rewrite, with_infix, with_suffix
 
 
 def blocks(folder: Path) -> dict[BlockKey, Tensor]:
@@ -73,46 +66,7 @@ def test_biases_have_the_rows_of_their_blocks(tmp_path: Path) -> None:
     assert torch.equal(down, module.down_proj_bias)
 
 
-def with_suffix(tensors: Tensors) -> Tensors:
-    """`experts.gate_up_proj` -> `experts.gate_up_proj.weight`."""
-    return {
-        f"{k}.weight" if k.endswith((".gate_up_proj", ".down_proj")) else k: v
-        for k, v in tensors.items()
-    }
-
-
-def with_infix(tensors: Tensors) -> Tensors:
-    return {k.replace(".experts.", ".moe.experts."): v for k, v in tensors.items()}
-
-
-def per_expert(tensors: Tensors, layers: tuple[str, ...] = ("0", "1", "2", "3")) -> Tensors:
-    """Fused experts of some layers split into one tensor per expert and projection."""
-    out: Tensors = {}
-    for key, value in tensors.items():
-        stem, _, leaf = key.rpartition(".")
-        if leaf not in ("gate_up_proj", "down_proj") or key.split(".")[3] not in layers:
-            out[key] = value
-            continue
-        for expert, weight in enumerate(value):
-            if leaf == "down_proj":
-                out[f"{stem}.{expert}.down_proj.weight"] = weight
-            else:
-                gate, up = weight.chunk(2)
-                out[f"{stem}.{expert}.gate_proj.weight"] = gate
-                out[f"{stem}.{expert}.up_proj.weight"] = up
-    return out
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        with_suffix,
-        with_infix,
-        per_expert,
-        lambda tensors: with_suffix(per_expert(tensors, ("1", "3"))),
-    ],
-    ids=["suffix", "infix", "per-expert", "mixed"],
-)
+@pytest.mark.parametrize("change", [with_suffix, with_infix, per_expert, mixed])
 def test_all_spellings_of_fused_experts_give_the_same_blocks(
     change: Callable[[Tensors], Tensors], tmp_path: Path
 ) -> None:
