@@ -12,17 +12,17 @@ Axes as in `reference.py`. A group is up to 8 * token_tiles slots of one expert,
 
 from __future__ import annotations
 
-import ctypes
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from pw_kernels import nvrtc
-from pw_kernels.bitplane import MAX_BITS, TILE_COLS, TILE_ROWS
+from pw_kernels import cuda_prefill, nvrtc
+from pw_kernels.bitplane import MAX_BITS, TILE_BYTES, TILE_ROWS
+from pw_kernels.cuda_routing import KINDS, Arguments, combine, kernel, route, shape_constants
 from pw_kernels.pages import WeightPages
 
-KINDS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
+PROMPT_SLOTS = 64  # of each expert, on average: from here blocks are expanded once for all of them
 MOST_EXPERTS = 1024  # one thread of `route` each
 _MMA_TOKENS = 8
 _LANES = 32
@@ -72,39 +72,6 @@ class Plan:
         return ((2, edge, self.low), (edge + 1, MAX_BITS, self.high))
 
 
-class _Routing(ctypes.Structure):
-    _fields_ = (
-        ("ids", ctypes.c_void_p),
-        ("weights", ctypes.c_void_p),
-        ("bits", ctypes.c_void_p * 2),
-        ("offsets", ctypes.c_void_p * 2),
-        ("work", ctypes.c_void_p * 2),
-        ("slots", ctypes.c_void_p),
-        ("ranks", ctypes.c_void_p),
-        ("statistics", ctypes.c_void_p),
-        ("slot_count", ctypes.c_int),
-        ("groups", ctypes.c_int),
-        ("threshold", ctypes.c_int),
-    )
-
-
-class _Arguments(ctypes.Structure):
-    _fields_ = (
-        ("x", ctypes.c_void_p),
-        ("arena", ctypes.c_void_p),
-        ("plane_pages", ctypes.c_void_p),
-        ("lut_pages", ctypes.c_void_p),
-        ("bias", ctypes.c_void_p),
-        ("weights", ctypes.c_void_p),
-        ("work", ctypes.c_void_p),
-        ("slots", ctypes.c_void_p),
-        ("out", ctypes.c_void_p),
-        ("slot_count", ctypes.c_int),
-        ("groups", ctypes.c_int),
-        ("tile_bytes", ctypes.c_uint),
-    )
-
-
 def fits(
     x: Tensor, arena: Tensor, gate_up: WeightPages, down: WeightPages, lut_dtype: torch.dtype
 ) -> bool:
@@ -126,12 +93,11 @@ def fits(
 
 def choose_plan(slots: int, experts: int) -> Plan:
     """The plan for S slots over E experts."""
-    each = slots / experts
-    if 2 * slots <= experts:  # few blocks: more warps on each
-        return Plan(1, Tuning(4, 2), Tuning(4, 2))
-    token_tiles = 1 if each <= 6 else 2 if each <= 14 else 4 if each <= 28 else 8
-    low_blocks, high_blocks = {1: (5, 2), 2: (4, 2), 4: (3, 1), 8: (2, 1)}[token_tiles]
-    return Plan(token_tiles, Tuning(2, low_blocks), Tuning(4, high_blocks, items=2))
+    if 2 * slots <= experts:  # few blocks: more warps on each, and one launch for all widths
+        return Plan(1, Tuning(4, 2), None)
+    if slots <= 4 * experts:
+        return Plan(1, Tuning(2, 5), Tuning(4, 2, items=2))
+    return Plan(2, Tuning(2, 4), Tuning(4, 2, items=2))
 
 
 def fused_moe(
@@ -159,27 +125,17 @@ def fused_moe(
     out = torch.empty(tokens, down.rows, dtype=x.dtype, device=device)
     if not tokens:
         return out
+    if plan is None and count >= PROMPT_SLOTS * experts:
+        return cuda_prefill.fused_moe(
+            x, topk_ids, topk_weights, arena, gate_up, down, activation=activation,
+            gate_up_bias=gate_up_bias, down_bias=down_bias, statistics=statistics,
+        )  # fmt: skip
     plan = plan or choose_plan(count, experts)
-    size = _MMA_TOKENS * plan.token_tiles
-    groups = min(count, count // size + experts)
-    scratch = torch.empty(
-        16 * groups + size * groups + count, dtype=torch.int32, device=device
-    )  # two work lists of each module, slots, ranks
-    work = (scratch.data_ptr(), scratch.data_ptr() + 32 * groups)
-    slots = scratch.data_ptr() + 64 * groups
-    x, ids, weights = x.contiguous(), topk_ids.contiguous(), topk_weights.float().contiguous()
-    dtype_flags = {"FLOAT16": int(x.dtype == torch.float16), "TOP_K": top_k}
-    threads = max(128, min(1024, _power_of_two(max(experts, count))))
-    constants = {"EXPERTS": experts, "TOKENS": size, "THREADS": threads, **dtype_flags}
-    routing = _Routing(
-        ids.data_ptr(), weights.data_ptr(),
-        (ctypes.c_void_p * 2)(gate_up.bits.data_ptr(), down.bits.data_ptr()),
-        (ctypes.c_void_p * 2)(gate_up.lut_offset.data_ptr(), down.lut_offset.data_ptr()),
-        (ctypes.c_void_p * 2)(*work), slots, slots + 4 * size * groups,
-        0 if statistics is None else statistics.data_ptr(), count, groups, plan.classes[0][1],
+    routed = route(
+        topk_ids, topk_weights, (gate_up, down), _MMA_TOKENS * plan.token_tiles,
+        plan.classes[0][1], statistics,
     )  # fmt: skip
-    _kernel("routing.cu", "route", constants, device).launch((1,), threads, 0, routing)
-
+    x, groups = x.contiguous(), len(routed.slots)
     hidden = torch.empty(count, down.cols, dtype=x.dtype, device=device)
     results = torch.empty(count, down.rows, dtype=torch.float32, device=device)
     for module, pages, source, target, bias in (
@@ -187,22 +143,19 @@ def fused_moe(
         (1, down, hidden, results, down_bias),
     ):
         bias = None if bias is None else bias.float().contiguous()
-        arguments = _Arguments(
+        arguments = Arguments(
             source.data_ptr(), arena.data_ptr(), pages.plane_pages.data_ptr(),
-            pages.lut_pages.data_ptr(),
-            0 if bias is None else bias.data_ptr(), weights.data_ptr(), work[module], slots,
-            target.data_ptr(), count, groups, 512,
+            pages.lut_pages.data_ptr(), 0 if bias is None else bias.data_ptr(),
+            routed.weights.data_ptr(), routed.work[module].data_ptr(), routed.slots.data_ptr(),
+            target.data_ptr(), count, groups, TILE_BYTES,
         )  # fmt: skip
         defines = {
-            **dtype_flags, **_shape(pages, arena.shape[1]), "GATED": 1 - module,
-            "KIND": KINDS[activation], "BIAS": int(bias is not None),
+            **shape_constants(pages, arena.shape[1]), "FLOAT16": int(x.dtype == torch.float16),
+            "TOP_K": top_k, "GATED": 1 - module, "KIND": KINDS[activation],
+            "BIAS": int(bias is not None), "EXPAND": 0,
         }  # fmt: skip
         _launch_classes(plan, pages, groups, defines, arguments, device)
-    grid = (-(-down.rows // 1024), tokens)
-    _kernel("routing.cu", "combine", constants, device).launch(
-        grid, 256, 0, ctypes.c_void_p(results.data_ptr()), ctypes.c_void_p(ids.data_ptr()),
-        ctypes.c_void_p(out.data_ptr()), ctypes.c_int(down.rows),
-    )  # fmt: skip
+    combine(results, routed, out)
     return out
 
 
@@ -211,7 +164,7 @@ def _launch_classes(
     pages: WeightPages,
     groups: int,
     defines: dict[str, int],
-    arguments: _Arguments,
+    arguments: Arguments,
     device: torch.device,
 ) -> None:
     """Launch the kernel of each class of widths that a block of these pages can have."""
@@ -228,7 +181,7 @@ def _launch_classes(
             "SHARED_BASE": nvrtc.reserved_shared_bytes(device.index or 0),
         }  # fmt: skip
         shared = max(_shared_bytes(b, plan, tuning) for b in range(low, high + 1))
-        _kernel("moe.cu", "experts", constants, device).launch(
+        kernel("moe.cu", "experts", constants, device).launch(
             (-(-pairs // tuning.items), groups), 2 * _LANES * tuning.split, shared, arguments
         )
 
@@ -240,26 +193,3 @@ def _shared_bytes(bits: int, plan: Plan, tuning: Tuning) -> int:
     if bits <= plan.register_bits:
         return 2 * (64 << bits) + parts + warps * tuning.stages * (bits + 4 * tokens) * 512
     return (256 << bits) + 2 * parts
-
-
-def _shape(pages: WeightPages, page_bytes: int) -> dict[str, int]:
-    """Constants that describe the blocks of one module."""
-    return {
-        "ROWS": pages.rows,
-        "COLS": pages.cols,
-        "ROW_TILES": -(-pages.rows // TILE_ROWS),
-        "COL_TILES": -(-pages.cols // TILE_COLS),
-        "PLANES": pages.plane_pages.shape[1],
-        "PP": pages.plane_pages.shape[2],
-        "LP": pages.lut_pages.shape[1],
-        "PAGE_SHIFT": page_bytes.bit_length() - 1,
-    }
-
-
-def _power_of_two(count: int) -> int:
-    return 1 << (count - 1).bit_length()
-
-
-def _kernel(source: str, name: str, defines: dict[str, int], device: torch.device) -> nvrtc.Kernel:
-    index = torch.cuda.current_device() if device.index is None else device.index
-    return nvrtc.kernel(source, name, tuple(defines.items()), index)

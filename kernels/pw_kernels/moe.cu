@@ -8,6 +8,7 @@
 //   GATED         1: gate_up with activation KIND; 0: down with router weight
 //   TOP_K, BIAS, NT (token tiles of 8 in a group), WK (warps that split K of a row tile; a block has 2 * WK)
 //   ITEMS         pairs of row tiles that a block takes one after the other (tables in shared memory only)
+//   EXPAND        1: blocks are written out as matrices, for prompts, instead of multiplied
 //   STAGES        tiles in flight of a warp (tables in registers only);  BLOCKS: wanted on a multiprocessor
 //   TABLE_BITS    first width whose tables lie in shared memory;  SHARED_BASE: where dynamic shared memory begins
 //
@@ -185,8 +186,8 @@ DI void copy_async(u32 to, u64 from, u32 bytes) {              // the rest of 16
 DI void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int PENDING> DI void wait() { asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory"); }
 
-template <int B, int S> DI void slot_low(const Table<B>* table, const u32 (*words)[4], const u32* even, const u32* odd, const uint4* x, Sums acc) {
-  u32 a[2][2][4];
+// Weights of slot S: a[rows r, r+8 | r+16, r+24][first, second k16][operand register].
+template <int B, int S> DI void decode_low(const Table<B>* table, const u32 (*words)[4], const u32* even, const u32* odd, u32 (*a)[2][4]) {
   UNROLL for (int i = 0; i < 4; i++) {
     u32 pair = S & 1 ? odd[i] : even[i], t, u = 0;
     if constexpr (B == 2) t = pair & rotl(M3, S);
@@ -195,10 +196,17 @@ template <int B, int S> DI void slot_low(const Table<B>* table, const u32 (*word
     look<B>(table[i], S == 0 ? t : t >> S, B == 4 ? u >> (S + 1) : 0, a[i >> 1][0][i & 1], a[i >> 1][0][2 + (i & 1)]);
     look<B>(table[i], rotr<16 + S>(t), B == 4 ? rotr<17 + S>(u) : 0, a[i >> 1][1][i & 1], a[i >> 1][1][2 + (i & 1)]);
   }
+}
+template <int B, int S> DI void slot_low(const Table<B>* table, const u32 (*words)[4], const u32* even, const u32* odd, const uint4* x, Sums acc) {
+  u32 a[2][2][4];
+  decode_low<B, S>(table, words, even, odd, a);
   UNROLL for (int n = 0; n < NT; n++) {
     uint4 v = x[(S * NT + n) * 32];
     UNROLL for (int m = 0; m < 2; m++) { multiply(acc[m][n], a[m][0], v.x, v.y); multiply(acc[m][n], a[m][1], v.z, v.w); }
   }
+}
+template <int B> DI void pair_up(const u32 (*words)[4], u32* even, u32* odd) {
+  UNROLL for (int i = 0; i < 4; i++) { even[i] = choose(words[0][i], words[1][i], M2); odd[i] = choose(words[0][i], words[1][i], ~M2); }
 }
 // A lane copies just what it reads itself, so a warp's stages need no barrier: [STAGES][B planes, 4 * NT inputs][32 lanes] uint4.
 template <int B> DI void run_low(const Arguments& a, int4 work, unsigned char* shared) {
@@ -244,7 +252,7 @@ template <int B> DI void run_low(const Arguments& a, int4 work, unsigned char* s
       uint4 v = loaded[p * 32];
       words[p][0] = v.x; words[p][1] = v.y; words[p][2] = v.z; words[p][3] = v.w;
     }
-    UNROLL for (int i = 0; i < 4; i++) { even[i] = choose(words[0][i], words[1][i], M2); odd[i] = choose(words[0][i], words[1][i], ~M2); }
+    pair_up<B>(words, even, odd);
     slot_low<B, 0>(table, words, even, odd, loaded + B * 32, acc);
     slot_low<B, 1>(table, words, even, odd, loaded + B * 32, acc);
     slot_low<B, 2>(table, words, even, odd, loaded + B * 32, acc);
@@ -279,16 +287,19 @@ template <int I> DI void row_high(u32 even, u32 odd, u32 lane4, u32 (*a)[2][4]) 
   UNROLL for (int q = 0; q < 4; q++) h[q] = mad(entry<AT>(prmt(odd, lane4, 0x5504 + q * 16)), 65536u, entry<AT>(prmt(even, lane4, 0x5504 + q * 16)));
   a[I >> 1][0][I & 1] = h[0]; a[I >> 1][0][2 + (I & 1)] = h[1]; a[I >> 1][1][I & 1] = h[2]; a[I >> 1][1][2 + (I & 1)] = h[3];
 }
-template <int B, int S> DI void slot_high(const u32 (*words)[B], const u32 (*pairs)[4][2], u32 lane4, const uint4* x, Sums acc) {
-  u32 a[2][2][4], even[4], odd[4];
+template <int B, int S> DI void decode_high(const u32 (*words)[B], const u32 (*pairs)[4][2], u32 lane4, u32 (*a)[2][4]) {
+  u32 even[4], odd[4];
   UNROLL for (int i = 0; i < 4; i++) bytes_of<B, S>(words[i], pairs[0][i], pairs[1][i], pairs[2][i], pairs[3][i], even[i], odd[i]);
   row_high<0>(even[0], odd[0], lane4, a); row_high<1>(even[1], odd[1], lane4, a);
   row_high<2>(even[2], odd[2], lane4, a); row_high<3>(even[3], odd[3], lane4, a);
+}
+template <int B, int S> DI void slot_high(const u32 (*words)[B], const u32 (*pairs)[4][2], u32 lane4, const uint4* x, Sums acc) {
+  u32 a[2][2][4];
+  decode_high<B, S>(words, pairs, lane4, a);
   UNROLL for (int n = 0; n < NT; n++)
     UNROLL for (int m = 0; m < 2; m++) { multiply(acc[m][n], a[m][0], x[n].x, x[n].y); multiply(acc[m][n], a[m][1], x[n].z, x[n].w); }
 }
-template <int B> DI void tile_high(const uint4* loaded, const Inputs& inputs, int kt, int lane, Sums acc) {
-  u32 words[4][B], pairs[4][4][2];
+template <int B> DI void pair_up(const uint4* loaded, u32 (*words)[B], u32 (*pairs)[4][2]) {
   UNROLL for (int i = 0; i < 4; i++) {
     UNROLL for (int p = 0; p < B; p++) words[i][p] = reinterpret_cast<const u32*>(loaded + p)[i];
     UNROLL for (int odd = 0; odd < 2; odd++) {
@@ -296,6 +307,10 @@ template <int B> DI void tile_high(const uint4* loaded, const Inputs& inputs, in
       UNROLL for (int q = 0; q < 4; q++) pairs[q][i][odd] = 2 * q + 1 < B ? choose(words[i][2 * q], words[i][2 * q + 1 < B ? 2 * q + 1 : 0], mask) : 0;
     }
   }
+}
+template <int B> DI void tile_high(const uint4* loaded, const Inputs& inputs, int kt, int lane, Sums acc) {
+  u32 words[4][B], pairs[4][4][2];
+  pair_up<B>(loaded, words, pairs);
   constexpr int AHEAD = NT <= 2 ? 4 : 1;                       // slots of activations in flight
   uint4 x[AHEAD][NT];
   UNROLL for (int s = 0; s < AHEAD; s++) inputs.load(kt, s, lane, x[s]);
@@ -366,8 +381,69 @@ template <int B> DI void run_high(const Arguments& a, int4 work, unsigned char* 
   __syncthreads();
   finish<WARPS>(a, parts, (last >> 1) - 1, group, expert, lane, warp);
 }
+// ---- whole blocks as plain matrices, for prompts ---------------------------------------------------------------
+
+// One row tile: out [ROWS, COLS] gets the weights, by the same decoders.
+template <int S> DI void write_slot(u16* out, int tile, int kt, int lane, const u32 (*a)[2][4]) {
+  int k = kt * 128 + S * 32 + (lane & 3) * 8;
+  UNROLL for (int i = 0; i < 4; i++) {
+    int row = tile * 32 + (lane >> 2) + 8 * i;
+    if (row < ROWS && k < COLS)
+      *reinterpret_cast<uint4*>(out + (u64)row * COLS + k) = make_uint4(a[i >> 1][0][i & 1], a[i >> 1][0][2 + (i & 1)], a[i >> 1][1][i & 1], a[i >> 1][1][2 + (i & 1)]);
+  }
+}
+template <int B> DI void expand_block(const Arguments& a, int4 work, u16* out, unsigned char* shared) {
+  int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, tile = blockIdx.x;
+  Planes<B> planes(a, work.y, lane);
+  uint4 loaded[B];
+  Table<B < TABLE_BITS ? B : 2> table[4];
+  if constexpr (B < TABLE_BITS) {
+    UNROLL for (int i = 0; i < 4; i++)
+      table[i].read(reinterpret_cast<const u32*>(table_at(a, work, (tile * 32 + (lane >> 2) + 8 * i) * (2 << B))));
+  } else {
+    Fill<B> fill;
+    fill.load(a, work, tile);
+    fill.store(shared);
+    __syncthreads();
+  }
+  ROLLED for (int kt = warp; kt < COL_TILES; kt += WARPS) {
+    planes.seek(tile * COL_TILES + kt);
+    UNROLL for (int p = 0; p < B; p++) loaded[p] = load_stream((const void*)planes.at(p, tile * COL_TILES + kt));
+    u32 weights[2][2][4];
+    if constexpr (B < TABLE_BITS) {
+      u32 words[B][4], even[4], odd[4];
+      UNROLL for (int p = 0; p < B; p++) { words[p][0] = loaded[p].x; words[p][1] = loaded[p].y; words[p][2] = loaded[p].z; words[p][3] = loaded[p].w; }
+      pair_up<B>(words, even, odd);
+#define SLOT(S) decode_low<B, S>(table, words, even, odd, weights); write_slot<S>(out, tile, kt, lane, weights);
+      SLOT(0) SLOT(1) SLOT(2) SLOT(3)
+#undef SLOT
+    } else {
+      u32 words[4][B], pairs[4][4][2];
+      pair_up<B>(loaded, words, pairs);
+#define SLOT(S) decode_high<B, S>(words, pairs, lane * 4, weights); write_slot<S>(out, tile, kt, lane, weights);
+      SLOT(0) SLOT(1) SLOT(2) SLOT(3)
+#undef SLOT
+    }
+  }
+}
 extern __shared__ __align__(128) unsigned char dynamic[];
 
+#define EACH_WIDTH TAKE(2) TAKE(3) TAKE(4) TAKE(5) TAKE(6) TAKE(7) TAKE(8)
+
+#if EXPAND
+// scratch [blocks in y, ROWS, COLS] = the blocks of experts from `first` on, those that have tokens
+extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) expand(Arguments a, const int* bits, const int* offsets, const int* counts, int first) {
+  int expert = first + blockIdx.y;
+  if (counts[expert] == 0) return;
+  if ((u32)__cvta_generic_to_shared(dynamic) != SHARED_BASE) __trap();
+  int4 work = make_int4(0, expert, bits[expert], offsets[expert]);
+  u16* out = reinterpret_cast<u16*>(a.out) + (u64)blockIdx.y * ROWS * COLS;
+#define TAKE(B)                        \
+  if constexpr (LOW <= B && B <= HIGH) \
+    if (work.z == B) expand_block<B>(a, work, out, dynamic);
+  EACH_WIDTH
+}
+#else
 extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) experts(Arguments a) {
   int4 work = __ldg(a.work + CLASS * a.groups + blockIdx.y);
   if (work.y < 0) return;
@@ -377,5 +453,6 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) experts(Argumen
     if (work.z == B) {                                      \
       if constexpr (B < TABLE_BITS) run_low<(B < 4 ? B : 4)>(a, work, dynamic); else run_high<(B > 4 ? B : 4)>(a, work, dynamic); \
     }
-  TAKE(2) TAKE(3) TAKE(4) TAKE(5) TAKE(6) TAKE(7) TAKE(8)
+  EACH_WIDTH
 }
+#endif

@@ -17,6 +17,7 @@ struct Routing {
   int4* work[2];          // [2 classes, G]: group, expert or -1, width, offset
   int* slots;             // [G, TOKENS], S for an unused place
   int* ranks;             // [S] scratch
+  int* counts;            // [EXPERTS] slots of each expert; or null
   float* statistics;      // [2, EXPERTS] sums of weights and squares, added to; or null
   int slot_count, groups, threshold;   // S, G, widest width of class 0
 };
@@ -60,6 +61,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) route(Routing a) {
   int e = threadIdx.x, width[2] = {0, 0}, shift[2] = {0, 32};
   u64 mine = e < EXPERTS ? (counts[e] + TOKENS - 1) / TOKENS : 0, packed = 0;
   if (e < EXPERTS) {
+    if (a.counts) a.counts[e] = counts[e];
     for (int m = 0; m < 2; m++) {
       width[m] = a.bits[m][e];
       shift[m] += width[m] > a.threshold ? 16 : 0;

@@ -18,7 +18,7 @@ BLOCK = {
     "FLOAT16": 0, "TOP_K": 4, "ROWS": 2816, "COLS": 2048, "ROW_TILES": 88, "COL_TILES": 16,
     "PLANES": 8, "PP": 22, "LP": 44, "PAGE_SHIFT": 15, "GATED": 1, "KIND": 0, "BIAS": 0,
     "CLASS": 0, "LOW": 2, "HIGH": 4, "NT": 1, "WK": 2, "ITEMS": 1, "BLOCKS": 1, "STAGES": 2,
-    "TABLE_BITS": 5, "SHARED_BASE": 1024,
+    "TABLE_BITS": 5, "SHARED_BASE": 1024, "EXPAND": 0,
 }  # fmt: skip
 
 
@@ -41,6 +41,7 @@ def test_compiles_ahead_of_time(compile_source: Any, capability: int) -> None:
         {"GATED": 0, "ROWS": 1000, "COLS": 712, "ROW_TILES": 32, "COL_TILES": 6, "BIAS": 1},
         {"FLOAT16": 1, "CLASS": 1, "LOW": 5, "HIGH": 8, "WK": 4, "ITEMS": 2, "KIND": 1},
         {"NT": 8, "KIND": 2},
+        {"EXPAND": 1, "HIGH": 8},
     ):
         assert len(compile_source("moe.cu", BLOCK | defines, capability)) > 1000
     with pytest.raises(ValueError, match=r"moe\.cu does not compile"):
@@ -135,6 +136,24 @@ def test_activations_and_biases(activation: str) -> None:
         "down_bias": torch.randn(3, 256).cuda(),
     }
     Call([3, 6, 4], 256, 64, tokens=20, activation=activation, **biases).check()
+
+
+@pytest.mark.gpu
+@on_gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("scratch", [1, 1 << 20])  # bytes: one expert at a time, or all
+def test_prompts(monkeypatch: pytest.MonkeyPatch, scratch: int, dtype: torch.dtype) -> None:
+    monkeypatch.setattr(cuda_moe, "PROMPT_SLOTS", 1)
+    monkeypatch.setattr(cuda_moe.cuda_prefill, "SCRATCH_BYTES", scratch)
+    Call(ALL_WIDTHS, 392, 96, tokens=300, dtype=dtype).check()
+    biases: dict[str, Any] = {
+        "gate_up_bias": torch.randn(3, 128).cuda(),
+        "down_bias": torch.randn(3, 264).cuda(),
+    }
+    Call([3, 6, 4], 264, 64, tokens=200, dtype=dtype, activation="gelu", **biases).check()
+    call = Call([4] * 3, 256, 64, tokens=40)
+    call.ids[:] = torch.tensor([2, 3]).cuda()  # experts without tokens, and a slot without expert
+    call.check()
 
 
 @pytest.mark.gpu

@@ -1,0 +1,146 @@
+"""What the CUDA forms of the MoE share: tokens grouped by expert, arguments, the last sum.
+
+`route` runs one block of `routing.cu`: it groups the slots of each expert, lists the groups with
+width and table of their blocks for both modules, and adds up routing statistics. Nothing here
+waits for the device.
+
+Axes as in `reference.py`. S = T * k slots, G groups (a bound that depends on shapes alone).
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pw_kernels import nvrtc
+from pw_kernels.bitplane import TILE_COLS, TILE_ROWS
+from pw_kernels.pages import WeightPages
+
+KINDS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
+
+
+class _Routing(ctypes.Structure):
+    """`Routing` of routing.cu."""
+
+    _fields_ = (
+        ("ids", ctypes.c_void_p),
+        ("weights", ctypes.c_void_p),
+        ("bits", ctypes.c_void_p * 2),
+        ("offsets", ctypes.c_void_p * 2),
+        ("work", ctypes.c_void_p * 2),
+        ("slots", ctypes.c_void_p),
+        ("ranks", ctypes.c_void_p),
+        ("counts", ctypes.c_void_p),
+        ("statistics", ctypes.c_void_p),
+        ("slot_count", ctypes.c_int),
+        ("groups", ctypes.c_int),
+        ("threshold", ctypes.c_int),
+    )
+
+
+class Arguments(ctypes.Structure):
+    """`Arguments` of moe.cu."""
+
+    _fields_ = (
+        ("x", ctypes.c_void_p),
+        ("arena", ctypes.c_void_p),
+        ("plane_pages", ctypes.c_void_p),
+        ("lut_pages", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        ("weights", ctypes.c_void_p),
+        ("work", ctypes.c_void_p),
+        ("slots", ctypes.c_void_p),
+        ("out", ctypes.c_void_p),
+        ("slot_count", ctypes.c_int),
+        ("groups", ctypes.c_int),
+        ("tile_bytes", ctypes.c_uint),
+    )
+
+
+@dataclass(frozen=True)
+class Routed:
+    """Slots grouped by expert.
+
+    Attributes:
+        work: For gate_up and down, [2 classes, G, 4] int32: group, expert or -1, width, offset.
+        slots: [G, size] int32 in no order; S for an unused place.
+        counts: [E] int32 slots of each expert.
+        ids: [T, k] int64.
+        weights: [T, k] fp32.
+    """
+
+    work: tuple[Tensor, Tensor]
+    slots: Tensor
+    counts: Tensor
+    ids: Tensor
+    weights: Tensor
+
+
+def route(
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    modules: tuple[WeightPages, WeightPages],
+    size: int,
+    threshold: int,
+    statistics: Tensor | None,
+) -> Routed:
+    """Group the slots of each expert by `size`; widths up to `threshold` are the first class."""
+    count, experts, device = topk_ids.numel(), modules[0].experts, topk_ids.device
+    groups = min(count, count // size + experts)
+    sizes = [8 * groups, 8 * groups, size * groups, count, experts]
+    scratch = torch.empty(sum(sizes), dtype=torch.int32, device=device)
+    gate_up, down, slots, ranks, counts = torch.split(scratch, sizes)
+    ids, weights = topk_ids.contiguous(), topk_weights.float().contiguous()
+    threads = max(128, min(1024, _power_of_two(max(experts, count))))
+    pair = ctypes.c_void_p * 2
+    arguments = _Routing(
+        ids.data_ptr(), weights.data_ptr(), pair(*(m.bits.data_ptr() for m in modules)),
+        pair(*(m.lut_offset.data_ptr() for m in modules)),
+        pair(gate_up.data_ptr(), down.data_ptr()), slots.data_ptr(), ranks.data_ptr(),
+        counts.data_ptr(), 0 if statistics is None else statistics.data_ptr(), count, groups,
+        threshold,
+    )  # fmt: skip
+    constants = {"EXPERTS": experts, "TOKENS": size, "THREADS": threads, "TOP_K": 1, "FLOAT16": 0}
+    kernel("routing.cu", "route", constants, device).launch((1,), threads, 0, arguments)
+    work = (gate_up.view(2, groups, 4), down.view(2, groups, 4))
+    return Routed(work, slots.view(groups, size), counts, ids, weights)
+
+
+def combine(results: Tensor, routed: Routed, out: Tensor) -> None:
+    """Add the weighted results [S, H] fp32 of each token, in slot order, into out [T, H]."""
+    tokens, width = out.shape
+    constants = {
+        "EXPERTS": routed.counts.numel(), "TOKENS": 8, "THREADS": 128,
+        "TOP_K": routed.ids.shape[1], "FLOAT16": int(out.dtype == torch.float16),
+    }  # fmt: skip
+    pointers = (ctypes.c_void_p(t.data_ptr()) for t in (results, routed.ids, out))
+    kernel("routing.cu", "combine", constants, out.device).launch(
+        (-(-width // 1024), tokens), 256, 0, *pointers, ctypes.c_int(width)
+    )
+
+
+def shape_constants(pages: WeightPages, page_bytes: int) -> dict[str, int]:
+    """Constants that describe the blocks of one module."""
+    return {
+        "ROWS": pages.rows,
+        "COLS": pages.cols,
+        "ROW_TILES": -(-pages.rows // TILE_ROWS),
+        "COL_TILES": -(-pages.cols // TILE_COLS),
+        "PLANES": pages.plane_pages.shape[1],
+        "PP": pages.plane_pages.shape[2],
+        "LP": pages.lut_pages.shape[1],
+        "PAGE_SHIFT": page_bytes.bit_length() - 1,
+    }
+
+
+def _power_of_two(count: int) -> int:
+    return 1 << (count - 1).bit_length()
+
+
+def kernel(source: str, name: str, defines: dict[str, int], device: torch.device) -> nvrtc.Kernel:
+    """A kernel with these macros for a device, compiled once."""
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return nvrtc.kernel(source, name, tuple(defines.items()), index)
