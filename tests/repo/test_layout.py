@@ -152,7 +152,7 @@ def test_shared_nouns_need_the_standard_library_only() -> None:
 
 
 def test_kernels_import_tensor_libraries_only() -> None:
-    known = {"torch", "triton", "numba", "llvmlite", "numpy", "pw_kernels"}
+    known = {"torch", "triton", "numba", "llvmlite", "numpy", "cuda", "pw_kernels"}
     for path in sources():
         if unit_of(module_name(path)) == "pw_kernels":
             for line, name, _ in imports(path):
