@@ -9,7 +9,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install check test test-gpu bench demo sizes clean
+.PHONY: help install check test test-gpu bench demo run sizes clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
@@ -40,6 +40,10 @@ bench: $(STAMP)  ## Speed: calibration, planner, tokens/s beside transformers
 
 demo: $(STAMP)  ## The main job: calibrate, serve under a tight budget, watch the pages move
 	$(BIN)/python -m pw.evaluation.demo
+
+RECIPE ?= pipelines/recipes/tiny.toml
+run: $(STAMP)  ## Make and score an artifact: make run RECIPE=... [MODEL=folder]
+	$(BIN)/pw run $(RECIPE) $(if $(MODEL),--model $(MODEL))
 
 sizes: $(STAMP)  ## Lines per file, largest first, with the median
 	@git ls-files '*.py' | xargs wc -l | grep -v ' total$$' | sort -rn | awk \

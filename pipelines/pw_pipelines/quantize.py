@@ -8,6 +8,8 @@ Axes: E experts, N rows, K columns, B planes.
 
 from __future__ import annotations
 
+import shutil
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,8 @@ from pw_pipelines.codebook import fit_codebook
 from pw_pipelines.moments import Moments, measure_moments, report_coverage
 from pw_pipelines.observation import ObservedModel
 from pw_pipelines.progress import Progress
+
+RECIPE = "recipe.toml"  # its name in an artifact
 
 _WEIGHTS_PER_FIT = 1 << 24  # experts are fitted together up to this many weights
 _FLOAT16_LIMIT = 65504.0
@@ -58,6 +62,7 @@ def run(
     *,
     overwrite: bool = False,
     device: str = "auto",
+    recipe: Path | None = None,
 ) -> QuantizeReport:
     """Quantize the routed experts of `model` into the artifact `out`.
 
@@ -68,6 +73,7 @@ def run(
         progress: Where to report.
         overwrite: Start again where `out` was made with other settings.
         device: "auto", "cpu" or "cuda".
+        recipe: File that says how the artifact is made, kept in it.
 
     Raises:
         PwError: See its subclasses; a folder left by a stop resumes.
@@ -87,6 +93,8 @@ def run(
         moments = _moments(writer, checkpoint, samples, config, progress, device)
         report_coverage(moments, progress, strict=config.strict_coverage)
         _write_all(writer, checkpoint, moments, progress, device)
+        if recipe is not None and not writer.complete:
+            _keep_recipe(writer, recipe)
         report = {"coverage": moments.counts(), "tokens": samples.windows.numel()}
         artifact = writer.publish(report)
     return QuantizeReport(
@@ -210,6 +218,12 @@ def _write_all(
     if not writer.dense_done:
         writer.write_dense((name, checkpoint.read(name)) for name in checkpoint.dense_keys())
     writer.copy_files(checkpoint.path)
+
+
+def _keep_recipe(writer: ArtifactWriter, recipe: Path) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        shutil.copyfile(recipe, Path(folder) / RECIPE)
+        writer.copy_files(folder, [RECIPE])
 
 
 def _fit(

@@ -1,33 +1,46 @@
 """A recipe: one TOML file that says how an artifact is made, and the run that follows it.
 
-Every stage skips what is done already, so a recipe that was stopped goes on when run again.
+Every stage recognizes by its inputs what is done already, so a recipe that was stopped goes on when
+run again. The artifact keeps its recipe, as `recipe.toml`; running that gives the same bytes.
 """
 
 from __future__ import annotations
 
-import sys
 import tomllib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from pw.config import CalibrationConfig, QuantizeConfig
-from pw.errors import ConfigError, PwError
+from pw.errors import ConfigError
 from pw_pipelines import quantize, residuals, sensitivity, trace
 from pw_pipelines.progress import Progress
 from pw_pipelines.residuals import ResidualConfig
 
-_TABLES = ("quantize", "calibration", "residuals")
+_TABLES = ("quantize", "calibration", "residuals", "evaluation")
+
+
+@dataclass(frozen=True)
+class EvaluationSettings:
+    """Perplexity runs after the stages; the command line carries them out."""
+
+    policies: tuple[str, ...] = ()  # precision policies, one run each
+    text: str = "bundled"  # held-out text: "bundled" or a .txt or .jsonl
+    seqlen: int = 2048  # tokens of a chunk
+    max_chunks: int | None = None
+    memory_budget: str | None = None  # like `24GiB`; None = most of the device
 
 
 @dataclass(frozen=True)
 class Recipe:
     """What to make, from what, and how."""
 
+    path: Path  # the file
     model: str
     output: Path
     quantize: QuantizeConfig
     residuals: ResidualConfig
+    evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)
 
 
 def load_recipe(path: str | Path) -> Recipe:
@@ -54,25 +67,32 @@ def load_recipe(path: str | Path) -> Recipe:
     if tables["quantize"].get("max_bits") == "auto":
         del tables["quantize"]["max_bits"]
     calibration = _settings(CalibrationConfig, tables["calibration"], "calibration")
+    if "policies" in tables["evaluation"]:
+        tables["evaluation"]["policies"] = tuple(tables["evaluation"]["policies"])
     return Recipe(
+        Path(path),
         model,
         Path(output),
         _settings(QuantizeConfig, tables["quantize"], "quantize", calibration=calibration),
         _settings(ResidualConfig, tables["residuals"], "residuals"),
+        _settings(EvaluationSettings, tables["evaluation"], "evaluation"),
     )
 
 
-def run(recipe: Recipe, progress: Progress, *, overwrite: bool = False) -> None:
-    """Run all stages of a recipe.
+def run(
+    recipe: Recipe, progress: Progress, *, overwrite: bool = False, device: str = "auto"
+) -> None:
+    """Run all stages of a recipe; what is done already is not done again.
 
     Raises:
         PwError: See its subclasses; run again to go on.
     """
-    text = recipe.quantize.calibration
-    quantize.run(recipe.model, recipe.output, recipe.quantize, progress, overwrite=overwrite)
-    sensitivity.run(recipe.output, text, progress, model=recipe.model, overwrite=overwrite)
-    trace.run(recipe.output, text, progress, model=recipe.model, overwrite=overwrite)
-    residuals.run(recipe.output, progress, recipe.residuals, overwrite=overwrite)
+    common: dict[str, Any] = {"overwrite": overwrite, "device": device}
+    text, out, model = recipe.quantize.calibration, recipe.output, recipe.model
+    quantize.run(model, out, recipe.quantize, progress, recipe=recipe.path, **common)
+    sensitivity.run(out, text, progress, model=model, **common)
+    trace.run(out, text, progress, model=model, **common)
+    residuals.run(out, progress, recipe.residuals, overwrite=overwrite)
 
 
 def _settings(kind: Any, values: Any, table: str, **others: Any) -> Any:
@@ -80,22 +100,3 @@ def _settings(kind: Any, values: Any, table: str, **others: Any) -> Any:
         return kind(**values, **others)
     except TypeError as error:
         raise ConfigError(f"recipe table `{table}` is not valid: {error}") from error
-
-
-def main(arguments: list[str]) -> int:
-    """Run the recipe named on the command line; returns the exit code."""
-    if len(arguments) != 1:
-        print("usage: python -m pw_pipelines.recipe RECIPE.toml", file=sys.stderr)
-        return 2
-    try:
-        run(load_recipe(arguments[0]), Progress())
-    except PwError as error:
-        print(f"error: {error.message}", file=sys.stderr)
-        if error.hint:
-            print(f"hint: {error.hint}", file=sys.stderr)
-        return error.exit_code
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

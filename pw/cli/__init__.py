@@ -16,6 +16,7 @@ from pw.cli.command import UsageError, add_command, print_error
 from pw.cli.inspection import env, inspect
 from pw.cli.measurement import bench, evaluate
 from pw.cli.offline import calibrate, export, fit_residuals, quantize, sensitivity, trace
+from pw.cli.recipes import run
 from pw.cli.runtime import generate, serve
 from pw.errors import PwError
 
@@ -29,7 +30,7 @@ app = typer.Typer(
     rich_markup_mode="rich",
 )
 for _panel, _functions in {
-    "Make an artifact": (calibrate, quantize, sensitivity, trace, fit_residuals),
+    "Make an artifact": (calibrate, quantize, sensitivity, trace, fit_residuals, run),
     "Run a model": (serve, generate),
     "Measure": (evaluate, bench),
     "Look": (inspect, export, env),

@@ -14,6 +14,7 @@ from pw.cli.command import print_json
 from pw.cli.locate import TINY, artifact_path
 from pw.cli.offline import build, fit, progress_of
 from pw.cli.options import Calibration, Common, Planner, Runtime, Widths
+from pw.config import EngineConfig
 from pw.errors import ConfigError
 
 _TEXT = "Text"
@@ -58,6 +59,34 @@ def evaluate(
     earlier = None if baseline is None else _read_baseline(baseline)
     path = artifact_path(model, quiet=common.quiet)
 
+    result = score(
+        path,
+        config,
+        text,
+        common,
+        seqlen=seqlen,
+        max_chunks=max_chunks,
+        concurrency=concurrency,
+        earlier=earlier,
+    )
+    if common.json:
+        print_json(result)
+    else:
+        print_score(result)
+
+
+def score(
+    path: Path,
+    config: EngineConfig,
+    text: str,
+    common: Common,
+    *,
+    seqlen: int,
+    max_chunks: int | None,
+    concurrency: int = 4,
+    earlier: list[float] | None = None,
+) -> dict[str, Any]:
+    """Perplexity of a text with an artifact; `earlier` are the chunks' losses to compare with."""
     from pw.engine import Engine
     from pw.evaluation.bootstrap import paired_interval
     from pw.evaluation.perplexity import cut_chunks, perplexity
@@ -75,10 +104,7 @@ def evaluate(
     result["bytes"]["total"] = report.bytes.total
     if earlier is not None:
         result["nll_difference"] = asdict(paired_interval(report.chunk_nll, earlier))
-    if common.json:
-        print_json(result)
-    else:
-        _print_report(result)
+    return result
 
 
 def _read_text(name: str) -> str:
@@ -103,7 +129,8 @@ def _read_baseline(path: Path) -> list[float]:
         ) from error
 
 
-def _print_report(result: dict[str, Any]) -> None:
+def print_score(result: dict[str, Any]) -> None:
+    """Print what `score` gives."""
     nll = result["nll"]
     print(f"policy      {result['policy']}, mean {result['mean_bits']:.2f} bits")
     print(f"perplexity  {result['perplexity']:.3f}")

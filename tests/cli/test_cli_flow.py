@@ -257,3 +257,25 @@ def test_export_writes_a_checkpoint(made: Made, tmp_path: Path) -> None:
     done = run("export", str(made.artifact), "--bits", "3", "-o", str(out))
     assert (done.code, done.out) == (3, "")
     assert "output exists" in done.err
+
+
+def test_a_recipe_runs_once_and_scores_its_policies(made: Made, tmp_path: Path) -> None:
+    recipe = tmp_path / "small.toml"
+    recipe.write_text(
+        f'model = "elsewhere"\noutput = "{tmp_path / "small.pw"}"\n[quantize]\nmax_bits = 4\n'
+        f'[calibration]\ndataset = "{made.text}"\nnsamples = 40\nseqlen = 16\n'
+        f'[evaluation]\npolicies = ["static:2", "static:4"]\ntext = "{made.text}"\n'
+        'seqlen = 32\nmax_chunks = 4\nmemory_budget = "64MiB"\n'
+    )
+    flags = ("run", str(recipe), "--model", str(made.checkpoint), "--json", "-q")
+    first = run(*flags)
+    assert first.code == 0, first.err
+    scores = json.loads(first.out)["evaluation"]
+    assert [score["policy"] for score in scores] == ["static:2", "static:4"]
+    results = tmp_path / "small.eval.json"
+    written = results.stat().st_mtime_ns
+    again = run(*flags)
+    assert json.loads(again.out) == json.loads(first.out)
+    assert results.stat().st_mtime_ns == written
+    missing = run("run", str(tmp_path / "none.toml"))
+    assert (missing.code, missing.err.splitlines()[0][:27]) == (2, "error: cannot read recipe: ")

@@ -1,12 +1,15 @@
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from pw.config import PrecisionPolicy
 from pw.errors import ConfigError
 from pw.store.artifact import Artifact
+from pw.store.verify import verify
 from pw_pipelines import recipe
 from pw_pipelines.recipe import load_recipe
-from support.offline import QUIET, random_checkpoint, write_text
+from support.offline import QUIET, random_checkpoint, tree_digests, write_text
 
 ROOT = Path(__file__).parents[2]
 
@@ -19,10 +22,13 @@ def write(folder: Path, text: str) -> Path:
 
 def test_all_recipes_of_the_repository_are_valid() -> None:
     paths = sorted((ROOT / "pipelines" / "recipes").glob("*.toml"))
-    assert paths
+    names = {path.stem for path in paths}
+    assert {"tiny", "moe-small", "qwen1.5-moe-a2.7b", "mixtral-8x7b"} <= names
+    assert {"gemma-4-26b-a4b", "qwen3-30b-a3b"} <= names
     for path in paths:
         loaded = load_recipe(path)
-        assert loaded.output.parent == Path("artifacts")
+        assert loaded.output == Path("artifacts") / f"{path.stem}.pw"
+        assert [PrecisionPolicy.parse(policy) for policy in loaded.evaluation.policies]
 
 
 def test_a_recipe_runs_all_stages_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,6 +60,7 @@ def test_a_recipe_runs_all_stages_once(tmp_path: Path, monkeypatch: pytest.Monke
         ('model = "tiny"', "must name `model` and `output`"),
         ('model = "tiny"\noutput = "a.pw"\nbits = 3', "may have the tables"),
         ('model = "tiny"\noutput = "a.pw"\n[quantize]\nbits = 3', "`quantize` is not valid"),
+        ('model = "tiny"\noutput = "a.pw"\n[evaluation]\ntask = 1', "`evaluation` is not valid"),
         ('model = "tiny"\noutput = "a.pw"\n[quantize]\nmin_bits = 4', "min_bits must be 2 or 3"),
     ],
 )
@@ -62,9 +69,18 @@ def test_a_bad_recipe_is_refused(tmp_path: Path, text: str, message: str) -> Non
         load_recipe(write(tmp_path, text))
 
 
-def test_the_command_line_reports_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert recipe.main([]) == 2
-    assert recipe.main([str(tmp_path / "none.toml")]) == 2
-    assert "error: cannot read recipe" in capsys.readouterr().err
+def test_the_kept_recipe_gives_the_same_bytes(tmp_path: Path) -> None:
+    random_checkpoint(tmp_path / "model", "mixtral")
+    write_text(tmp_path / "text.txt")
+    path = write(
+        tmp_path,
+        f'model = "{tmp_path / "model"}"\noutput = "{tmp_path / "out.pw"}"\n'
+        "[quantize]\nmax_bits = 3\n"
+        f'[calibration]\ndataset = "{tmp_path / "text.txt"}"\nnsamples = 40\nseqlen = 32\n',
+    )
+    recipe.run(load_recipe(path), QUIET)
+    kept = tmp_path / "out.pw" / "recipe.toml"
+    assert kept.read_bytes() == path.read_bytes()
+    assert verify(Artifact.open(tmp_path / "out.pw")) == []
+    recipe.run(replace(load_recipe(kept), output=tmp_path / "again.pw"), QUIET)
+    assert tree_digests(tmp_path / "again.pw") == tree_digests(tmp_path / "out.pw")

@@ -1,0 +1,82 @@
+"""The command that carries out a recipe: all offline stages, then its evaluation."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from pw.cli.command import print_json
+from pw.cli.measurement import print_score, score
+from pw.cli.offline import Overwrite, progress_of
+from pw.cli.options import Common
+from pw.config import EngineConfig, PrecisionPolicy, parse_bytes
+
+if TYPE_CHECKING:
+    from pw_pipelines.recipe import Recipe
+
+
+def run(
+    recipe: Annotated[Path, typer.Argument(metavar="RECIPE", help="A .toml file.")],
+    common: Common,
+    model: Annotated[
+        str | None,
+        typer.Option("--model", metavar="MODEL", help="Another place of the recipe's model."),
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Another folder than the recipe's.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    overwrite: Overwrite = False,
+) -> None:
+    """Carry out a recipe: quantize, sensitivity, trace, residual heads, evaluation.
+
+    What is done already, by its inputs, is not done again. Results of the evaluation are kept
+    beside the artifact, as `<name>.eval.json`.
+    """
+    from pw_pipelines import recipe as stage
+
+    loaded = stage.load_recipe(recipe)
+    loaded = replace(loaded, model=model or loaded.model, output=output or loaded.output)
+    stage.run(loaded, progress_of(common), overwrite=overwrite, device=device)
+    results = _evaluate(loaded, device, common)
+    if common.json:
+        print_json({"artifact": loaded.output, "evaluation": results})
+        return
+    for result in results:
+        print_score(result)
+    print(f"artifact: `{loaded.output}`")
+
+
+def _evaluate(recipe: Recipe, device: str, common: Common) -> list[dict[str, Any]]:
+    """The recipe's evaluation; those with the same inputs are read from the file of results."""
+    from pw.store import Artifact
+    from pw.store.files import replace_file
+    from pw.store.manifest import canonical_json, plain
+
+    settings = recipe.evaluation
+    if not settings.policies:
+        return []
+    inputs = plain({"artifact": Artifact.open(recipe.output).artifact_hash, "settings": settings})
+    file = recipe.output.with_name(f"{recipe.output.stem}.eval.json")
+    if file.is_file():
+        earlier = json.loads(file.read_bytes())
+        if earlier["inputs"] == inputs:
+            return list(earlier["results"])
+    budget = None if settings.memory_budget is None else parse_bytes(settings.memory_budget)
+    results = [
+        score(
+            recipe.output,
+            EngineConfig(policy=PrecisionPolicy.parse(policy), memory_budget=budget, device=device),
+            settings.text,
+            common,
+            seqlen=settings.seqlen,
+            max_chunks=settings.max_chunks,
+        )
+        for policy in settings.policies
+    ]
+    replace_file(file, canonical_json(plain({"inputs": inputs, "results": results})))
+    return results
