@@ -15,20 +15,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
-from transformers.core_model_loading import revert_weight_conversion
 
 from pw.blocks import MODULES, BlockKey
 from pw.errors import ConfigError, StoreError
 from pw.models.checkpoint import Checkpoint
 from pw.models.experts import expert_modules, to_module_layout
-from pw.models.shards import INDEX
 from pw.store.artifact import Artifact
-from pw.store.files import disk_errors, remove_tree
+from pw.store.files import remove_tree
 from pw.store.writer import MODEL_FILES
 from pw_pipelines.dequantized import DequantizedBlocks
 from pw_pipelines.progress import Progress
+from pw_pipelines.shard_writer import ShardWriter, original_names
 
 
 @dataclass(frozen=True)
@@ -66,7 +64,7 @@ def run(path: str | Path, out: str | Path, bits: int, progress: Progress) -> Exp
     remove_tree(partial)
     partial.mkdir(parents=True)
     geometry = artifact.geometry
-    writer = _ShardWriter(partial, len(geometry.layers) + 1, _bytes_needed(checkpoint))
+    writer = ShardWriter(partial, len(geometry.layers) + 1, _bytes_needed(checkpoint))
     writer.write(_dense(checkpoint))
     blocks = DequantizedBlocks(artifact, torch.device("cpu"))
     with progress.stage("export", geometry.blocks, "blocks") as advance:
@@ -86,30 +84,6 @@ def run(path: str | Path, out: str | Path, bits: int, progress: Progress) -> Exp
     )
 
 
-class _ShardWriter:
-    """Writes numbered safetensors files and their index."""
-
-    def __init__(self, folder: Path, shards: int, bytes_needed: int) -> None:
-        self.shards, self.bytes = shards, 0
-        self.places: dict[str, str] = {}  # tensor -> file
-        self._folder, self._needed, self._written = folder, bytes_needed, 0
-
-    def write(self, tensors: dict[str, Tensor]) -> None:
-        """Write the next file."""
-        self._written += 1
-        name = f"model-{self._written:05d}-of-{self.shards:05d}.safetensors"
-        with disk_errors(self._folder, self._needed):
-            whole = {key: tensor.clone().contiguous() for key, tensor in tensors.items()}
-            save_file(whole, self._folder / name, metadata={"format": "pt"})
-        self.places.update(dict.fromkeys(tensors, name))
-        self.bytes += sum(tensor.nbytes for tensor in tensors.values())
-
-    def write_index(self) -> None:
-        """Write which tensor is in which file."""
-        index = {"metadata": {"total_size": self.bytes}, "weight_map": self.places}
-        (self._folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
-
-
 def _bytes_needed(checkpoint: Checkpoint) -> int:
     entries = [checkpoint.shards.entry(name) for name in checkpoint.dense_keys()]
     return sum(e.stop - e.start for e in entries) + 2 * checkpoint.geometry.weights
@@ -122,7 +96,7 @@ def _dense(checkpoint: Checkpoint) -> dict[str, Tensor]:
     named = {
         checkpoint.keymap.dense[name]: checkpoint.read(name) for name in checkpoint.dense_keys()
     }
-    return _original_names(checkpoint, named)
+    return original_names(checkpoint.architecture.meta, named)
 
 
 def _experts(
@@ -140,14 +114,7 @@ def _experts(
         experts = range(checkpoint.geometry.experts)
         weights = [blocks.weight(BlockKey(layer, e, block), bits).to(dtype) for e in experts]
         tables[f"{path}.{block}_proj"] = to_module_layout(torch.stack(weights), module, block)
-    return _original_names(checkpoint, tables)
-
-
-def _original_names(checkpoint: Checkpoint, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors of the module tree as transformers would save them."""
-    model: Any = checkpoint.architecture.meta
-    found: dict[str, Tensor] = revert_weight_conversion(model, tensors)
-    return found
+    return original_names(checkpoint.architecture.meta, tables)
 
 
 def _write_config(checkpoint: Checkpoint, folder: Path) -> None:
