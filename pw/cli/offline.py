@@ -95,6 +95,7 @@ def build(
     config = widths.config(calibration)
     progress = progress_of(common)
     device = calibration.device
+    calibration.use_cores()
 
     from pw_pipelines import quantize, sensitivity, trace
 
@@ -122,6 +123,7 @@ def quantize(
     if dry_run:
         _plan(model, path, config, calibration, common, overwrite=overwrite)
         return
+    calibration.use_cores()
 
     from pw_pipelines import quantize as stage
 
@@ -206,6 +208,7 @@ def sensitivity(
     """Measure what each block costs at each width, in one unit over all layers."""
     config = calibration.config()
     path = artifact_path(artifact, quiet=common.quiet)
+    calibration.use_cores()
 
     from pw_pipelines import sensitivity as stage
 
@@ -231,6 +234,7 @@ def trace(
     """Record which experts each calibration prompt uses, and what residuals it has."""
     config = calibration.config()
     path = artifact_path(artifact, quiet=common.quiet)
+    calibration.use_cores()
 
     from pw_pipelines import trace as stage
 

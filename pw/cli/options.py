@@ -67,6 +67,22 @@ class Calibration:
     seqlen: Annotated[int, _calibration("Tokens in a sample.")] = CalibrationConfig.seqlen
     seed: Annotated[int, _calibration("Which samples are drawn.")] = CalibrationConfig.seed
     device: Annotated[str, _calibration("auto, cpu or cuda.")] = "auto"
+    workers: Annotated[int | None, _calibration("CPU cores to use (default: all).")] = None
+
+    def use_cores(self) -> None:
+        """Let torch use so many cores as were asked for, in this process.
+
+        Raises:
+            ConfigError: Fewer than one.
+        """
+        if self.workers is None:
+            return
+        if self.workers < 1:
+            raise ConfigError(f"--workers must be at least 1: {self.workers}")
+
+        import torch
+
+        torch.set_num_threads(self.workers)
 
     def config(self) -> CalibrationConfig:
         """The stage's settings."""

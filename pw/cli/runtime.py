@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -101,7 +102,7 @@ def serve(
     if server.dry_run:
         return
     serving = ServingConfig(
-        model_names=tuple(server.served_model_name or (path.name.removesuffix(".pw"),)),
+        model_names=tuple(server.served_model_name or _names(path, engine.model_name)),
         artifact_hash=Artifact.open(path).artifact_hash,
         limits=ServingLimits(max_open_sequences=config.max_num_seqs + config.max_num_queued_reqs),
         api_keys=tuple(server.api_key or ()),
@@ -116,6 +117,11 @@ def serve(
         shutdown_timeout=server.shutdown_timeout,
     )
     raise typer.Exit(code)
+
+
+def _names(path: Path, model: str) -> list[str]:
+    """What a request may call the model: the artifact's name first, then the checkpoint's."""
+    return list(dict.fromkeys((path.name.removesuffix(".pw"), model)))
 
 
 def _check_port(host: str, port: int) -> None:

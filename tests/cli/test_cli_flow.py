@@ -192,20 +192,27 @@ def test_tiny_is_calibrated_once_into_the_cache(
 ) -> None:
     """The name's own path, with a small checkpoint in place of the bundled one."""
     monkeypatch.setenv("PW_HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("pw.models.resolve.asset", lambda _name: made.checkpoint)
     monkeypatch.setattr(
         "pw.cli.locate.Calibration", lambda: Calibration(str(made.text), nsamples=40, seqlen=16)
     )
     first = run("inspect", "tiny", "--json")
     assert first.code == 0, first.err
-    expected = tmp_path / f"tiny-{__version__}.pw"
-    assert first.err.startswith(f"calibrating the bundled model once, into {expected}")
+    expected = tmp_path / __version__ / "tiny.pw"
+    assert first.err.startswith("calibrating the bundled model once")
+    assert f"into {expected}" in first.err
     assert json.loads(first.out)["path"] == str(expected)
     assert {"quantize", "sensitivity", "routing", "residuals"} <= set(
         json.loads(first.out)["stages"]
     )
     second = run("inspect", "tiny", "--json")
     assert (second.out, second.err) == (first.out, "")
+    (tmp_path / "artifacts").mkdir()
+    expected.rename(tmp_path / "artifacts" / "tiny.pw")
+    left_by_the_demo = run("inspect", "tiny", "--json")
+    assert left_by_the_demo.code == 0, left_by_the_demo.err
+    assert json.loads(left_by_the_demo.out)["path"] == "artifacts/tiny.pw"
 
 
 def test_bench_measures_both_sides_and_leaves_nothing(

@@ -49,6 +49,7 @@ def test_every_command_has_help_and_the_common_flags(command: str) -> None:
             "no such option: --max-modle-len",
             "did you mean `--max-model-len`?",
         ),
+        ("quantize tiny --workers 0", 2, "--workers must be at least 1: 0", ""),
         ("serve x --xyzzy", 2, "no such option: --xyzzy", "see `pw serve --help`"),
         ("serve x --port many", 2, "invalid value for `--port`", "see `pw serve --help`"),
         ("serve x --port", 2, "option `--port` requires an argument", "see `pw --help`"),
