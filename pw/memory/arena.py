@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -26,7 +27,12 @@ class Arena:
                 f"page_bytes must be a power of two from {MIN_PAGE_BYTES}: {page_bytes}"
             )
         self.page_bytes = page_bytes
-        self.pages = torch.zeros(num_pages, page_bytes, dtype=torch.uint8, device=device)
+        if device.type == "cpu":
+            # The operating system gives zeroed memory when it is first touched: a roomy budget
+            # costs what is used of it.
+            self.pages = torch.from_numpy(np.zeros((num_pages, page_bytes), dtype=np.uint8))
+        else:
+            self.pages = torch.zeros(num_pages, page_bytes, dtype=torch.uint8, device=device)
 
     @property
     def num_pages(self) -> int:
