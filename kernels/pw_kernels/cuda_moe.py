@@ -22,7 +22,7 @@ from pw_kernels.bitplane import MAX_BITS, TILE_BYTES, TILE_ROWS
 from pw_kernels.cuda_routing import KINDS, Arguments, combine, kernel, route, shape_constants
 from pw_kernels.pages import WeightPages
 
-PROMPT_SLOTS = 64  # of each expert, on average: from here blocks are expanded once for all of them
+PROMPT_SLOTS = 96  # of each expert, on average: from here blocks are expanded once for all of them
 MOST_EXPERTS = 1024  # one thread of `route` each
 _MMA_TOKENS = 8
 _LANES = 32

@@ -31,7 +31,8 @@ from pw_kernels.triton_grouped import grouped_kernel
 
 SCRATCH_BYTES = 256 << 20
 GROUP_SLOTS = 128
-_REGISTER_BITS = 4
+_REGISTER_BITS = 2  # wider tables go through shared memory
+_ROWS = 128  # of a tile of the matmul
 _SPLIT = 4
 
 
@@ -112,12 +113,11 @@ def _multiply(
     """Multiply the slots of experts first to last with their expanded blocks."""
     gated = module == 0
     width = target.shape[1]
-    rows = 64 if gated else 128
-    grid = (triton.cdiv(width, rows), len(routed.slots))
+    grid = (triton.cdiv(width, _ROWS // 2 if gated else _ROWS), len(routed.slots))
     grouped_kernel[grid](
         source, matrices, target, routed.work[module], routed.slots,
         routed.weights if bias is None else bias.float().contiguous(), routed.weights,
         routed.ids.numel(), first, last, TOP_K=top_k, COLS=pages.cols, ALL_ROWS=pages.rows,
-        WIDTH=width, SLOTS=GROUP_SLOTS, ROWS=rows, STEP=64, GATED=gated, KIND=kind,
+        WIDTH=width, SLOTS=GROUP_SLOTS, ROWS=_ROWS, STEP=64, GATED=gated, KIND=kind,
         HAS_BIAS=bias is not None, num_warps=8, num_stages=3,
     )  # fmt: skip

@@ -273,8 +273,10 @@ template <int B> DI void run_low(const Arguments& a, int4 work, unsigned char* s
 template <int OFFSET> DI u32 entry(u32 at) { u32 d; asm volatile("ld.shared.u16 %0,[%1+%2];" : "=r"(d) : "r"(at), "n"(SHARED_BASE + OFFSET)); return d; }
 
 template <int B, int S> DI void bytes_of(const u32* words, const u32* pair, const u32* pair2, const u32* high, const u32* high2, u32& even, u32& odd) {
-  u32 low = choose(pair[S & 1], pair2[S & 1], rotl(M3, S)), top; // planes 0-3 of eight weights as nibbles, rotated by S
-  if constexpr (B == 4) { even = rotr<S>(low & rotl(0x0F0F0F0Fu, S)); odd = rotr<S + 4>(low & rotl(0xF0F0F0F0u, S)); return; }
+  u32 low, top;                                                 // planes 0-3 of eight weights as nibbles, rotated by S
+  if constexpr (B == 3) low = and_or(pair[S & 1], rotl(M3, S), words[2] & rotl(M1, S + 2));
+  else low = choose(pair[S & 1], pair2[S & 1], rotl(M3, S));
+  if constexpr (B <= 4) { even = rotr<S>(low & rotl(0x0F0F0F0Fu, S)); odd = rotr<S + 4>(low & rotl(0xF0F0F0F0u, S)); return; }
   else if constexpr (B == 5) top = words[4] & rotl(M1, S + 4);
   else if constexpr (B == 6) top = high[S & 1] & rotl(M3, S + 4);
   else if constexpr (B == 7) top = and_or(high[S & 1], rotl(M3, S + 4), words[6] & rotl(M1, S + 6));

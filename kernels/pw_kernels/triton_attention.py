@@ -249,7 +249,8 @@ def merge_kernel(
 
 
 def write_kv(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor) -> None:
-    """As `reference.write_kv`; the last dimension of each tensor must be dense."""
+    """As `reference.write_kv`; the last dimension of the pages must be dense."""
+    slots = slots.contiguous()
     for source, pages in ((k, k_pages), (v, v_pages)):
         tokens, heads, size = source.shape
         if not tokens:
@@ -285,6 +286,9 @@ def paged_attention(
         return out.zero_()
     if q.stride(-1) != 1:
         q = q.contiguous()
+    if block_tables.stride(1) != 1:
+        block_tables = block_tables.contiguous()
+    query_start, seq_lens = query_start.contiguous(), seq_lens.contiguous()
     parts = triton.cdiv(blocks * page_tokens, SPLIT_KEYS)
     split = parts > 1 and tokens * heads * parts * (value_size + 2) * 4 <= WORKSPACE_BYTES
     group = heads // kv_heads

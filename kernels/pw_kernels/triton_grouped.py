@@ -38,32 +38,28 @@ def grouped_kernel(
     group = tl.load(work + tl.program_id(1) * 4)
     slots = tl.load(group_slots + group * SLOTS + tl.arange(0, SLOTS))
     used = slots < slot_count
-    columns = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    present = columns < WIDTH
-    rows = tl.minimum(columns, WIDTH - 1)
+    # a gated tile takes gate rows in its first half and the up rows that go with them in its second
+    PART: tl.constexpr = ROWS // 2 if GATED else ROWS
+    i = tl.arange(0, ROWS)
+    rows = tl.minimum(tl.program_id(0) * PART + i % PART, WIDTH - 1) + i // PART * WIDTH
     k = tl.arange(0, STEP)
     x_rows = x + tl.where(used, slots // TOP_K, 0).to(tl.int64)[:, None] * COLS
-    base = matrices + (expert - first).to(tl.int64) * (ALL_ROWS * COLS)
-    left = base + rows[None, :] * COLS
-    right = left + WIDTH * COLS  # up rows follow gate rows
+    blocks = matrices + (expert - first).to(tl.int64) * (ALL_ROWS * COLS) + rows[None, :] * COLS
     total = tl.zeros((SLOTS, ROWS), dtype=tl.float32)
-    other = tl.zeros((SLOTS, ROWS), dtype=tl.float32)
     for start in range(0, COLS, STEP):
         at = start + k
         inside = at < COLS
         inputs = tl.load(x_rows + at[None, :], mask=inside[None, :], other=0.0)
-        block = tl.load(left + at[:, None], mask=inside[:, None], other=0.0)
+        block = tl.load(blocks + at[:, None], mask=inside[:, None], other=0.0)
         total = tl.dot(inputs, block, total)
-        if GATED:
-            block = tl.load(right + at[:, None], mask=inside[:, None], other=0.0)
-            other = tl.dot(inputs, block, other)
     if HAS_BIAS:
         total += tl.load(bias + expert * ALL_ROWS + rows)[None, :]
-        if GATED:
-            other += tl.load(bias + expert * ALL_ROWS + WIDTH + rows)[None, :]
     if GATED:
-        total = _activate(total, other, KIND)
+        gate, up = tl.split(tl.permute(tl.reshape(total, (SLOTS, 2, PART)), (0, 2, 1)))
+        result = _activate(gate, up, KIND)
     else:
-        total *= tl.load(weights + slots, mask=used, other=0.0)[:, None]
+        result = total * tl.load(weights + slots, mask=used, other=0.0)[:, None]
+    columns = tl.program_id(0) * PART + tl.arange(0, PART)
+    present = columns < WIDTH
     target = out + slots.to(tl.int64)[:, None] * WIDTH + columns[None, :]
-    tl.store(target, total.to(out.dtype.element_ty), mask=used[:, None] & present[None, :])
+    tl.store(target, result.to(out.dtype.element_ty), mask=used[:, None] & present[None, :])

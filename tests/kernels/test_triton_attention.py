@@ -160,7 +160,8 @@ def test_write_touches_its_slots_alone(dtype: torch.dtype) -> None:
     k = torch.randn(3, 2, 40, device=DEVICE).to(dtype)[..., :32]
     v = torch.randn(3, 2, 50, device=DEVICE).to(dtype)[..., :48]
     want_k, want_v = cache.k_pages.clone(), cache.v_pages.clone()
-    slots = torch.tensor([2 * 8 + 5, -1, 7], device=DEVICE)
+    # a column of a table: not dense
+    slots = torch.tensor([[2 * 8 + 5, 0], [-1, 0], [7, 0]], device=DEVICE)[:, 0]
     reference.write_kv(k, v, want_k, want_v, slots)
     attention.write_kv(k, v, cache.k_pages, cache.v_pages, slots)
     assert torch.equal(cache.k_pages, want_k)

@@ -33,7 +33,7 @@ def test_chunks_of_experts_fill_their_slots_alone(gated: bool) -> None:
     out = torch.full((count, width), float("nan"))
     moved = [t.to(DEVICE) for t in (x, out, work, slots, bias, weights)]
     for first, last in ((0, 2), (2, 4)):
-        grouped.grouped_kernel[(-(-width // 32), len(work))](
+        grouped.grouped_kernel[(-(-width // (16 if gated else 32)), len(work))](
             moved[0], matrices[first:last].contiguous().to(DEVICE), *moved[1:], count, first, last,
             TOP_K=top_k if gated else 1, COLS=cols, ALL_ROWS=rows, WIDTH=width, SLOTS=SLOTS,
             ROWS=32, STEP=32, GATED=gated, KIND=0, HAS_BIAS=True,
@@ -45,7 +45,7 @@ def test_chunks_of_experts_fill_their_slots_alone(gated: bool) -> None:
             continue
         want = matrices[expert] @ x[slot // top_k if gated else slot] + bias[expert]
         want = reference.activate(want, "silu", width) if gated else want * weights[slot]
-        torch.testing.assert_close(got[slot], want, rtol=2e-3, atol=2e-3)
+        assert (got[slot] - want).norm() <= 5e-3 * want.norm()  # tf32 on a GPU
 
 
 COMPILE = """
@@ -54,7 +54,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from pw_kernels.triton_grouped import grouped_kernel as kernel
 
-sizes = dict(TOP_K=4, COLS=2048, ALL_ROWS=2816, WIDTH=1408, SLOTS=128, ROWS=64, STEP=64,
+sizes = dict(TOP_K=4, COLS=2048, ALL_ROWS=2816, WIDTH=1408, SLOTS=128, ROWS=128, STEP=64,
              GATED=True, KIND=0, HAS_BIAS=False)
 types = dict(x="*bf16", matrices="*bf16", out="*bf16", work="*i32", group_slots="*i32",
              bias="*fp32", weights="*fp32")
