@@ -9,11 +9,22 @@ import os
 import tempfile
 import weakref
 from pathlib import Path
+from typing import IO
 
 import torch
 from torch import Tensor
 
-MEMORY_BYTES = 1 << 30  # above this they go to a file
+MEMORY_BYTES = 1 << 29  # above this they go to a file
+
+
+def needs_file(places: int, batches: list[Tensor], hidden: int, dtype: torch.dtype) -> bool:
+    """Whether such `Activations` are too many for memory."""
+    return places * len(batches) * _stride(batches, hidden, dtype) > MEMORY_BYTES
+
+
+def _stride(batches: list[Tensor], hidden: int, dtype: torch.dtype) -> int:
+    """Bytes that the states of one batch take in a file."""
+    return max(ids.numel() for ids in batches) * hidden * dtype.itemsize
 
 
 class Activations:
@@ -27,6 +38,7 @@ class Activations:
         hidden: H.
         dtype: Of the states.
         scratch: Folder of the file, if there is one; None = the system's for temporary files.
+        keep: Use this named file instead, and what an earlier run left in it.
     """
 
     def __init__(
@@ -36,14 +48,18 @@ class Activations:
         hidden: int,
         dtype: torch.dtype,
         scratch: Path | None,
+        keep: Path | None = None,
     ) -> None:
         self._shapes = [(*ids.shape, hidden) for ids in batches]
         self._dtype = dtype
-        self._stride = max(ids.numel() for ids in batches) * hidden * dtype.itemsize
+        self._stride = _stride(batches, hidden, dtype)
         self._held: dict[tuple[int, int], Tensor] = {}
-        self._file = None
-        if places * len(batches) * self._stride > MEMORY_BYTES:
-            self._file = tempfile.TemporaryFile(dir=scratch, buffering=0)  # noqa: SIM115
+        self._file: IO[bytes] | None = None
+        if needs_file(places, batches, hidden, dtype):
+            if keep is not None:
+                self._file = os.fdopen(os.open(keep, os.O_RDWR | os.O_CREAT, 0o644), "r+b", 0)
+            else:
+                self._file = tempfile.TemporaryFile(dir=scratch, buffering=0)  # noqa: SIM115
             weakref.finalize(self, self._file.close)
 
     def put(self, place: int, batch: int, states: Tensor) -> None:

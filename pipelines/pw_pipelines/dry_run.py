@@ -146,7 +146,8 @@ class _Needs:
         self._run_itemsize = 4 if device.type == "cpu" else self._itemsize
         config = checkpoint.architecture.config
         self._layers = int(config.num_hidden_layers)
-        self._states = self._tokens * int(config.hidden_size) * self._run_itemsize
+        # A layer's inputs and outputs, kept apart so that a stop between them is harmless.
+        self._states = 2 * self._tokens * int(config.hidden_size) * self._run_itemsize
         self._dense = sum(g.bytes for g in _groups(checkpoint, checkpoint.dense_keys()))
 
     def disk_bytes(self) -> int:

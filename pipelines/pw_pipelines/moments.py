@@ -20,6 +20,7 @@ from pw.errors import ConfigError, ModelError
 from pw.models.dense import ExpertCall, ExpertObserver
 from pw_pipelines.observation import ObservedModel, batches
 from pw_pipelines.progress import Progress
+from pw_pipelines.savepoint import Savepoint
 
 THIN_TOKENS = 64  # fewer routed tokens than this are not trusted alone
 NON_FINITE_LIMIT = 0.1  # share of a layer's, or of a block's own, rows that may be dropped
@@ -59,6 +60,12 @@ class MomentSums(ExpertObserver):
         """Add up the squared inputs of both blocks."""
         self._add(call.slot, call.expert, "gate_up", call.inputs)
         self._add(call.slot, call.expert, "down", call.hidden)
+
+    def state(self) -> dict[str, Tensor]:
+        """All sums."""
+        squares = {f"squares.{module}": self.squares[module] for module in MODULES}
+        names = ("rows", "dropped", "tokens", "mass")
+        return squares | {name: getattr(self, name) for name in names}
 
     def _add(self, slot: int, expert: int, module: Module, inputs: Tensor) -> None:
         """Rows of inputs [n, K] that are not finite are dropped and counted."""
@@ -104,8 +111,13 @@ class Moments:
         return {c.name.lower(): int((self.coverage == c).sum()) for c in Coverage}
 
 
-def measure_moments(model: ObservedModel, windows: Tensor, progress: Progress) -> Moments:
-    """Run the model over windows [P, S] and measure all blocks.
+def measure_moments(
+    model: ObservedModel,
+    windows: Tensor,
+    progress: Progress,
+    savepoint: Savepoint | None = None,
+) -> Moments:
+    """Run the model over windows [P, S] and measure all blocks; goes on from `savepoint`.
 
     Raises:
         ConfigError: In some layer no expert saw enough tokens.
@@ -114,7 +126,8 @@ def measure_moments(model: ObservedModel, windows: Tensor, progress: Progress) -
     sums = MomentSums(model.geometry)
     units = windows.shape[0] * model.layers
     with progress.stage("calibration", units, "samples x layers") as advance:
-        model.read(windows, [sums] * len(list(batches(windows))), advance=advance)
+        observers = [sums] * len(list(batches(windows)))
+        model.read(windows, observers, advance=advance, savepoint=savepoint)
     return finish_moments(sums)
 
 

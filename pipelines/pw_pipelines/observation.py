@@ -22,13 +22,14 @@ from pw.blocks import BlockKey, Module
 from pw.models.checkpoint import Checkpoint
 from pw.models.dense import ExpertObserver
 from pw.models.layered import LayeredModel, SharedKv
-from pw_pipelines.activations import Activations
+from pw_pipelines.activations import Activations, needs_file
 from pw_pipelines.progress import Advance
+from pw_pipelines.savepoint import Savepoint
 
 Weights = Callable[[BlockKey], Tensor | None]  # -> [N, K], any float dtype; None = the model's own
 
 _TOKENS_PER_BATCH = 2048
-_LOGITS_AT_ONCE = 1 << 26
+_LOGITS_AT_ONCE = 1 << 25
 _CACHE_BYTES = 1 << 28  # a model of this size is read from disk once
 
 
@@ -71,6 +72,7 @@ class ObservedModel:
         observers: Sequence[ExpertObserver] = (),
         weights: Weights | None = None,
         advance: Advance = lambda _: None,
+        savepoint: Savepoint | None = None,
     ) -> Activations:
         """Read windows [P, S]; gives the last layer's output of every batch, as place 0.
 
@@ -79,39 +81,73 @@ class ObservedModel:
             observers: One for each of `batches(windows)`, or none.
             weights: Other expert weights than the model's.
             advance: Called with the number of windows each time a layer has read some.
+            savepoint: Where a reading whose states need a file is saved after every layer.
         """
         parts = list(batches(windows))
-        states, shared = self._embed(parts, 1)
+        states, shared, steps = self._begin(parts, 2, savepoint, observers)
         for layer in range(self.layers):
+            source, target = (self.layers - layer) % 2, (self.layers - layer - 1) % 2
+            if steps.skip():
+                advance(windows.shape[0])
+                continue
             for batch, ids in enumerate(parts):
+                inputs = states.get(source, batch) if layer else self._embed(ids)
                 with self._watched(observers[batch] if observers else None, weights):
-                    output = self._layer(layer, ids, states.get(0, batch), shared[batch])
-                states.put(0, batch, output)
+                    output = self._layer(layer, ids, inputs, shared[batch])
+                states.put(target, batch, output)
                 advance(ids.shape[0])
+            steps.finish()
         return states
 
     def backward(
-        self, windows: Tensor, observer: ExpertObserver, advance: Advance = lambda _: None
+        self,
+        windows: Tensor,
+        observer: ExpertObserver,
+        advance: Advance = lambda _: None,
+        savepoint: Savepoint | None = None,
     ) -> None:
         """Read windows [P, S] and back-propagate the sum of all tokens' losses.
 
         `advance` is called with the number of windows each time a layer has read some, and again
-        on the way back; `backward_units` says how often in all.
+        on the way back; `backward_units` says how often in all. `savepoint` is as in `read`.
         """
         parts = list(batches(windows))
         first, last = self.geometry.layers[0], self.layers - 1
-        states, shared = self._inputs(parts, first, advance)
+        above = self.layers - first  # first of two places for what only the next layer needs
+        states, shared, steps = self._begin(parts, above + 2, savepoint, [observer])
+
+        def input_of(layer: int) -> int:
+            return layer - first if layer >= first else above + layer % 2
+
+        for layer in range(self.layers):
+            if steps.skip():
+                advance(windows.shape[0] * (layer > 0))
+                continue
+            for batch, ids in enumerate(parts):  # the inputs of `layer`, by the one below
+                if layer == 0:
+                    output = self._embed(ids)
+                else:
+                    inputs = states.get(input_of(layer - 1), batch)
+                    with torch.no_grad():
+                        output = self._layer(layer - 1, ids, inputs, shared[batch])
+                    advance(ids.shape[0])
+                states.put(input_of(layer), batch, output)
+            steps.finish()
         gradients: list[SharedKv] = [{} for _ in parts]
         for layer in range(last, first - 1, -1):
-            place = layer - first
+            if steps.skip():
+                advance(windows.shape[0])
+                continue
             for batch, ids in enumerate(parts):
-                hidden = states.get(place, batch).to(self.device).requires_grad_(layer > first)
-                above = None if layer == last else states.get(place + 1, batch)
+                hidden = states.get(input_of(layer), batch).to(self.device)
+                hidden.requires_grad_(layer > first)
+                upstream = None if layer == last else states.get(above + (layer + 1) % 2, batch)
                 with self._watched(observer, None), torch.enable_grad():
-                    self._backward(layer, ids, hidden, above, shared[batch], gradients[batch])
+                    self._backward(layer, ids, hidden, upstream, shared[batch], gradients[batch])
                 if hidden.grad is not None:
-                    states.put(place, batch, hidden.grad)
+                    states.put(above + layer % 2, batch, hidden.grad)
                 advance(ids.shape[0])
+            steps.finish()
 
     def backward_units(self, windows: int) -> int:
         """What `backward` advances by in all."""
@@ -148,26 +184,24 @@ class ObservedModel:
         for keep in self._positions(ids, ids.shape[1]):
             yield self._model.head(ids, states, keep)
 
-    def _embed(self, parts: list[Tensor], places: int) -> tuple[Activations, list[SharedKv]]:
-        """Place 0 filled with the first layer's inputs, and what layers of each batch share."""
-        states = Activations(places, parts, self._model.hidden_size, self._dtype, self._scratch)
-        for batch, ids in enumerate(parts):
-            states.put(0, batch, self._model.embed(ids.to(self.device)))
-        return states, [{} for _ in parts]
+    def _begin(
+        self,
+        parts: list[Tensor],
+        places: int,
+        savepoint: Savepoint | None,
+        observers: Sequence[ExpertObserver],
+    ) -> tuple[Activations, list[SharedKv], _Steps]:
+        """Room for hidden states, for what layers of each batch share, and what is done already."""
+        hidden, dtype = self._model.hidden_size, self._dtype
+        if self._model.shares_kv or not needs_file(places, parts, hidden, dtype):
+            savepoint = None  # what layers share is in memory alone; what fits in memory is quick
+        steps = _Steps(savepoint, observers)
+        keep = None if savepoint is None else savepoint.states
+        states = Activations(places, parts, hidden, dtype, self._scratch, keep)
+        return states, [{} for _ in parts], steps
 
-    def _inputs(
-        self, parts: list[Tensor], first: int, advance: Advance
-    ) -> tuple[Activations, list[SharedKv]]:
-        """Inputs of layer `first` and of each one above, at places 0, 1 ..."""
-        states, shared = self._embed(parts, self.layers - first)
-        with torch.no_grad():
-            for layer in range(self.layers - 1):
-                place, target = max(0, layer - first), max(0, layer + 1 - first)
-                for batch, ids in enumerate(parts):
-                    output = self._layer(layer, ids, states.get(place, batch), shared[batch])
-                    states.put(target, batch, output)
-                    advance(ids.shape[0])
-        return states, shared
+    def _embed(self, ids: Tensor) -> Tensor:
+        return self._model.embed(ids.to(self.device))
 
     def _layer(self, layer: int, ids: Tensor, hidden: Tensor, shared: SharedKv) -> Tensor:
         return self._model.layer(layer, ids.to(self.device), hidden.to(self.device), shared)
@@ -242,6 +276,38 @@ class ObservedModel:
             yield
         finally:
             experts.observer, experts.weight = None, self._original
+
+
+class _Steps:
+    """Counts the layers that are done; with a savepoint, goes on from it and saves after each."""
+
+    def __init__(self, savepoint: Savepoint | None, observers: Sequence[ExpertObserver]) -> None:
+        different = {id(observer): observer for observer in observers}
+        self._observers = list(different.values())
+        self._savepoint, self._count = savepoint, 0
+        self._done, tensors = (0, {}) if savepoint is None else savepoint.open()
+        for name, tensor in self._measured().items() if self._done else ():
+            tensor.copy_(tensors[name])
+
+    def skip(self) -> bool:
+        """Whether the next step is done already; counts it if so."""
+        if self._count >= self._done:
+            return False
+        self._count += 1
+        return True
+
+    def finish(self) -> None:
+        """Record a step."""
+        self._count += 1
+        if self._savepoint is not None:
+            self._savepoint.save(self._count, self._measured())
+
+    def _measured(self) -> dict[str, Tensor]:
+        return {
+            f"{index}.{name}": tensor
+            for index, observer in enumerate(self._observers)
+            for name, tensor in observer.state().items()
+        }
 
 
 def batches(windows: Tensor) -> Iterator[Tensor]:

@@ -31,6 +31,7 @@ from pw_pipelines.codebook import fit_codebook
 from pw_pipelines.moments import Moments, measure_moments, report_coverage
 from pw_pipelines.observation import ObservedModel
 from pw_pipelines.progress import Progress
+from pw_pipelines.savepoint import Savepoint
 
 RECIPE = "recipe.toml"  # its name in an artifact
 
@@ -185,15 +186,18 @@ def _moments(
         wanted = config.calibration.nsamples
         if samples.available < wanted:
             progress.note(f"calibration text gives {samples.available} samples of {wanted}")
+        known = {"model": dict(writer.manifest.model.files), "device": device, **inputs}
+        savepoint = Savepoint(writer.path, "moments", known)
         try:
             model = ObservedModel(checkpoint, device, scratch=writer.path.parent)
-            moments = measure_moments(model, samples.windows, progress)
+            moments = measure_moments(model, samples.windows, progress, savepoint)
         except ModelError:  # name the weights at fault where it is they
             for key in list(checkpoint.geometry.keys()):
                 _finite_weight(checkpoint, key)
             raise
         report = {"coverage": moments.counts()}
         writer.write_table("moments", moments.arrays(), {}, config.calibration, inputs, report)
+        savepoint.clear()
     return Moments.from_arrays(writer.table("moments").arrays)
 
 

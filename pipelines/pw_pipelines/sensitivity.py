@@ -33,12 +33,13 @@ from pw_pipelines.dequantized import DequantizedBlocks
 from pw_pipelines.moments import THIN_TOKENS, Moments
 from pw_pipelines.observation import ObservedModel
 from pw_pipelines.progress import Progress
+from pw_pipelines.savepoint import Savepoint
 from pw_pipelines.source import source_checkpoint
 
 STAGE = "sensitivity"
 METRICS = ("output_gradient", "hessian")
 
-_CACHE_BYTES = 1 << 30  # of decoded errors of a layer kept between batches
+_CACHE_BYTES = 1 << 29  # of decoded errors of a layer kept between batches
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,10 @@ class GradientSums(ExpertObserver):
             sums.add_(output_gradient_sums(self._errors(key), inputs, gradient).cpu())
 
         output.register_hook(take_in)  # type: ignore[no-untyped-call]
+
+    def state(self) -> dict[str, Tensor]:
+        """The sums."""
+        return {"sums": self.sums}
 
 
 class BlockErrors:
@@ -167,13 +172,15 @@ def run(
     samples = calibration_set(config, load_tokenizer(artifact.path))
     inputs = {**artifact.digests("quantize", "moments"), "calibration": samples.digest}
     if not artifact.table_done(STAGE, config, inputs, overwrite):
+        savepoint = Savepoint(artifact.path, STAGE, {"device": device, **inputs})
         arrays, agreement = _measure(
-            artifact, checkpoint, samples.windows, config, progress, device
+            artifact, checkpoint, samples.windows, config, progress, device, savepoint
         )
         attrs = {"widths": list(_widths(artifact)), "metrics": list(METRICS)}
         artifact.write_table(
             STAGE, arrays, attrs, config, inputs, {"agreement": agreement}, overwrite
         )
+        savepoint.clear()
     report = _report(artifact, samples.windows)
     _print(report, progress)
     return report
@@ -199,6 +206,7 @@ def _measure(
     config: CalibrationConfig,
     progress: Progress,
     device: str,
+    savepoint: Savepoint,
 ) -> tuple[dict[str, NDArray[np.generic]], Agreement]:
     moments = Moments.from_arrays(artifact.table("moments").arrays)
     model = ObservedModel(checkpoint, device, scratch=artifact.path.parent)
@@ -207,7 +215,7 @@ def _measure(
     sums = GradientSums(artifact.geometry, len(blocks.widths), errors)
     units = model.backward_units(windows.shape[0])
     with progress.stage(STAGE, units, "samples x layers") as advance:
-        model.backward(windows, sums, advance)
+        model.backward(windows, sums, advance, savepoint)
     energies = errors.energies()
     predicted_tokens = windows.shape[0] * (windows.shape[1] - 1)
     scores = {

@@ -29,9 +29,12 @@ from pw.store.tables import Table
 from pw_pipelines.calibration import CalibrationSet, calibration_set
 from pw_pipelines.observation import ObservedModel, batches
 from pw_pipelines.progress import Progress
+from pw_pipelines.savepoint import Savepoint
 from pw_pipelines.source import source_checkpoint
 
 STAGE = "routing"
+
+_MEASURED = ("mass", "counts", "features", "y")  # arrays with the prompts as first axis
 
 
 @dataclass(frozen=True)
@@ -112,6 +115,10 @@ class PromptTraces(ExpertObserver):
             y = self._scores.residual(call.slot, call.expert, module, squares / count.clamp_min(1))
             self.y[:, call.slot, call.expert, index] = y.cpu().numpy()
 
+    def state(self) -> dict[str, Tensor]:
+        """All arrays."""
+        return {name: torch.from_numpy(getattr(self, name)) for name in _MEASURED}
+
 
 def run(
     path: str | Path,
@@ -140,9 +147,11 @@ def run(
     samples = calibration_set(config, load_tokenizer(artifact.path))
     inputs = {**artifact.digests("moments", "sensitivity"), "calibration": samples.digest}
     if not artifact.table_done(STAGE, config, inputs, overwrite):
-        arrays = _measure(artifact, checkpoint, samples, progress, device)
+        savepoint = Savepoint(artifact.path, STAGE, {"device": device, **inputs})
+        arrays = _measure(artifact, checkpoint, samples, progress, device, savepoint)
         attrs = {"seqlen": config.seqlen}
         artifact.write_table(STAGE, arrays, attrs, config, inputs, {}, overwrite)
+        savepoint.clear()
     report = _report(artifact)
     _print(report, progress)
     return report
@@ -154,6 +163,7 @@ def _measure(
     samples: CalibrationSet,
     progress: Progress,
     device: str,
+    savepoint: Savepoint,
 ) -> dict[str, NDArray[np.generic]]:
     scores = BlockScores.from_tables(artifact.table("sensitivity"), artifact.table("moments"))
     model = ObservedModel(checkpoint, device, scratch=artifact.path.parent)
@@ -161,10 +171,9 @@ def _measure(
     traces = [PromptTraces(artifact.geometry, scores, *batch.shape) for batch in parts]
     units = samples.windows.shape[0] * model.layers
     with progress.stage("trace", units, "prompts x layers") as advance:
-        model.read(samples.windows, traces, advance=advance)
-    names = ("mass", "counts", "features", "y")
+        model.read(samples.windows, traces, advance=advance, savepoint=savepoint)
     arrays: dict[str, NDArray[np.generic]] = {
-        name: np.concatenate([getattr(trace, name) for trace in traces]) for name in names
+        name: np.concatenate([getattr(trace, name) for trace in traces]) for name in _MEASURED
     }
     arrays["tokens"] = np.full(samples.windows.shape[0], samples.windows.shape[1], np.int64)
     arrays["documents"] = np.array(samples.documents, np.int64)

@@ -47,6 +47,10 @@ class ExpertObserver:
     def expert(self, call: ExpertCall) -> None:
         """Once per expert that has tokens, experts ascending."""
 
+    def state(self) -> dict[str, Tensor]:
+        """Everything measured so far, the tensors themselves: who writes to them restores it."""
+        return {}
+
 
 WeightSource = Callable[[int, int, Module, torch.device], Tensor]  # of (slot, expert, module)
 BiasSource = Callable[[int, int, Module], Tensor | None]

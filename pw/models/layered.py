@@ -77,6 +77,11 @@ class LayeredModel:
         return len(self._layers)
 
     @property
+    def shares_kv(self) -> bool:
+        """Whether some layers read keys and values of others."""
+        return any(kv.source != kv.layer for kv in self._checkpoint.kv.layers)
+
+    @property
     def hidden_size(self) -> int:
         """H."""
         return int(self._checkpoint.architecture.config.hidden_size)

@@ -13,13 +13,16 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from pw.blocks import MODULES, BlockKey
+from pw.blocks import MODULES, BlockKey, ExpertGeometry
 from pw.models.checkpoint import Checkpoint
 from pw.models.dense import ExpertCall, ExpertObserver
 from pw.models.experts import expert_modules, gate_first
 from pw.models.testing import KINDS, make_checkpoint
 from pw_pipelines import activations, observation
+from pw_pipelines.moments import MomentSums
 from pw_pipelines.observation import ObservedModel
+from pw_pipelines.savepoint import Savepoint
+from pw_pipelines.sensitivity import GradientSums
 
 ROOT = Path(__file__).parents[2]
 WINDOWS = torch.randint(3, 97, (5, 12), generator=torch.Generator().manual_seed(1))
@@ -99,6 +102,75 @@ def test_a_changed_block_changes_what_follows_and_nothing_else(tmp_path: Path) -
             table[key.expert] = old
             got = torch.cat(list(model.logits(WINDOWS, changed[key])), 1)
             torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-3)
+
+
+class Stops(MomentSums):
+    """Measures, and is interrupted when a layer begins its second batch."""
+
+    def __init__(self, geometry: ExpertGeometry, at: int | None) -> None:
+        super().__init__(geometry)
+        self.at, self.slots = at, [0] * len(geometry.layers)
+
+    def routed(self, slot: int, inputs: Tensor, ids: Tensor, weights: Tensor) -> None:
+        self.slots[slot] += 1
+        if (slot, self.slots[slot]) == (self.at, 2):
+            raise KeyboardInterrupt
+        super().routed(slot, inputs, ids, weights)
+
+
+class StopsBackward(GradientSums):
+    """The same on the way back."""
+
+    def __init__(self, geometry: ExpertGeometry, at: int | None) -> None:
+        generator = torch.Generator().manual_seed(5)
+        errors = {
+            key: torch.randn(
+                2, geometry.shape(key.module).rows, geometry.shape(key.module).cols,
+                generator=generator,
+            )
+            for key in geometry.keys()
+        }  # fmt: skip
+        super().__init__(geometry, 2, errors.__getitem__)
+        self.at, self.slots = at, [0] * len(geometry.layers)
+
+    def routed(self, slot: int, inputs: Tensor, ids: Tensor, weights: Tensor) -> None:
+        self.slots[slot] += 1
+        if (slot, self.slots[slot]) == (self.at, 2):
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("at", [0, 1, 2])
+@pytest.mark.parametrize("way", ["read", "backward"])
+def test_a_stopped_reading_goes_on_at_its_layer(
+    way: str, at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_checkpoint("mixtral", tmp_path / "model")
+    monkeypatch.setattr(observation, "_TOKENS_PER_BATCH", 24)
+    monkeypatch.setattr(activations, "MEMORY_BYTES", 0)
+    checkpoint = Checkpoint.open(tmp_path / "model")
+
+    def go(observer: Any, inputs: dict[str, str] | None) -> int:
+        model = ObservedModel(checkpoint, "cpu", scratch=tmp_path)
+        saved = None if inputs is None else Savepoint(tmp_path / "a.pw", way, inputs)
+        if way == "read":
+            model.read(WINDOWS, [observer] * 3, savepoint=saved)
+        else:
+            model.backward(WINDOWS, observer, savepoint=saved)
+        return sum(observer.slots)
+
+    kind = Stops if way == "read" else StopsBackward
+    whole, stopped, resumed = (kind(checkpoint.geometry, n) for n in (None, at, None))
+    everything = go(whole, None)
+    with pytest.raises(KeyboardInterrupt):
+        go(stopped, {"text": "a"})
+    layers_done = at if way == "read" else 2 - at
+    assert go(resumed, {"text": "a"}) == everything - 3 * layers_done
+    for name, tensor in whole.state().items():
+        assert torch.equal(resumed.state()[name], tensor), name
+    other = kind(checkpoint.geometry, None)
+    assert go(other, {"text": "b"}) == everything  # what other inputs left is not used
+    Savepoint(tmp_path / "a.pw", way, {}).clear()
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
 _PROBE = """
