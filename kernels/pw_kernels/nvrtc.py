@@ -1,16 +1,20 @@
 """Compile CUDA C++ at run time and launch it on torch's stream: NVRTC, no toolkit. Knows no kernel.
 
 Needs `cuda-bindings`, which torch's CUDA builds depend on. A kernel is compiled on first use for
-the device in hand and kept for the life of the process.
+the device in hand; machine code is kept in `$XDG_CACHE_HOME/pw_kernels` (`~/.cache/pw_kernels`).
 """
 
 from __future__ import annotations
 
 import ctypes
+import hashlib
+import os
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,7 +38,7 @@ class Kernel:
     def __init__(self, source: str, name: str, defines: Mapping[str, Define], device: int) -> None:
         self._device = device
         major, minor = torch.cuda.get_device_capability(device)
-        code = compile_source(source, defines, 10 * major + minor)
+        code = machine_code(source, defines, 10 * major + minor)
         _enter(device)
         self._library = _check(driver.cuModuleLoadData(code))
         self._function = _check(driver.cuModuleGetFunction(self._library, name.encode()))
@@ -83,6 +87,29 @@ def reserved_shared_bytes(device: int) -> int:
     return int(_check(driver.cuDeviceGetAttribute(name, device)))
 
 
+def machine_code(source: str, defines: Mapping[str, Define], capability: int) -> bytes:
+    """As `compile_source`, from the user's cache where it was compiled before."""
+    version = _check(nvrtc.nvrtcVersion())
+    what = (_text(source), sorted(defines.items()), capability, version)
+    name = hashlib.sha256(repr(what).encode()).hexdigest()
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    path = Path(home) / "pw_kernels" / f"{name}.cubin"
+    try:
+        return path.read_bytes()
+    except OSError:
+        code = compile_source(source, defines, capability)
+    with suppress(OSError):  # a cache that cannot be written costs time alone
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_suffix(f".{os.getpid()}")
+        part.write_bytes(code)
+        part.replace(path)
+    return code
+
+
+def _text(source: str) -> bytes:
+    return files("pw_kernels").joinpath(source).read_bytes()
+
+
 def compile_source(source: str, defines: Mapping[str, Define], capability: int) -> bytes:
     """Compile a .cu file of this package.
 
@@ -97,8 +124,7 @@ def compile_source(source: str, defines: Mapping[str, Define], capability: int) 
     Raises:
         ValueError: It does not compile; the message is the compiler's.
     """
-    text = files("pw_kernels").joinpath(source).read_bytes()
-    program = _check(nvrtc.nvrtcCreateProgram(text, source.encode(), 0, [], []))
+    program = _check(nvrtc.nvrtcCreateProgram(_text(source), source.encode(), 0, [], []))
     options = [f"--gpu-architecture=sm_{capability}", "-std=c++17", "-default-device"]
     options += [f"-D{key}={value}" for key, value in defines.items()]
     status = nvrtc.nvrtcCompileProgram(program, len(options), [o.encode() for o in options])[0]
@@ -125,4 +151,4 @@ def _check(result: tuple[Any, ...]) -> Any:
     status, *values = result
     if int(status) != 0:
         raise RuntimeError(f"CUDA call failed: {status.name}")
-    return values[0] if values else None
+    return (values[0] if len(values) == 1 else values) if values else None

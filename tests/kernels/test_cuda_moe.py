@@ -1,5 +1,6 @@
 """The CUDA MoE: compiled by NVRTC wherever that is installed, run and compared on a GPU."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -46,6 +47,19 @@ def test_compiles_ahead_of_time(compile_source: Any, capability: int) -> None:
         assert len(compile_source("moe.cu", BLOCK | defines, capability)) > 1000
     with pytest.raises(ValueError, match=r"moe\.cu does not compile"):
         compile_source("moe.cu", BLOCK | {"TABLE_BITS": "nonsense"}, capability)
+
+
+def test_machine_code_is_compiled_once(
+    compile_source: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    code = nvrtc.machine_code("routing.cu", ROUTING, 90)
+    assert nvrtc.machine_code("routing.cu", ROUTING | {"TOP_K": 3}, 90) != code
+    monkeypatch.setattr(nvrtc, "compile_source", None)
+    assert nvrtc.machine_code("routing.cu", ROUTING, 90) == code
+    monkeypatch.setattr(nvrtc, "compile_source", compile_source)
+    monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")  # cannot be written
+    assert len(nvrtc.machine_code("routing.cu", ROUTING, 90)) == len(code)
 
 
 def place(pages: WeightPages) -> WeightPages:
