@@ -195,7 +195,8 @@ class KvCache:
             tables = group.table[rows, :, : -(-longest // size)].transpose(1, 0, 2)
             tables = np.ascontiguousarray(tables)
             pages = tables[:, token_sequence, positions // size]
-            slots = pages.astype(np.int64) * size + positions % size
+            # NumPy lays out what it picks as it likes: kernels want the slots of a layer together.
+            slots = np.ascontiguousarray(pages, dtype=np.int64) * size + positions % size
             batches.append(
                 GroupBatch(torch.from_numpy(tables).to(device), torch.from_numpy(slots).to(device))
             )

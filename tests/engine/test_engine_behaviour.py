@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from pw.engine.request import SamplingParams
 from pw.errors import BudgetError, ConfigError, RequestError
 from pw.planning.bits_file import write_bits
 from pw.store.artifact import Artifact
+from pw_kernels import dispatch
 from support.engines import open_engine, random_prompt, tight_budget
 
 GREEDY = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
@@ -268,3 +270,29 @@ def test_engine_seed_repeats_a_run_but_not_a_request(qwen: tuple[Any, Path]) -> 
     assert runs[0] == runs[1]
     assert len({completion.token_ids for completion in runs[0]}) == 3
     assert open_engine(artifact, "static:4", seed=2).generate(prompts, params) != runs[0]
+
+
+def test_every_kernel_backend_gives_the_same_log_probabilities(
+    qwen: tuple[Any, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tensors that the engine hands over, strides and all, suit the GPU's kernels too."""
+    _, artifact = qwen
+    params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True, prompt_logprobs=True)
+    prompts = [random_prompt(19, 1), random_prompt(3, 2)]
+    found = {}
+    for backend in ("reference", "triton"):
+        monkeypatch.setattr(
+            "pw.engine.context.write_kv", functools.partial(dispatch.write_kv, backend=backend)
+        )
+        monkeypatch.setattr(
+            "pw.engine.context.paged_attention",
+            functools.partial(dispatch.paged_attention, backend=backend),
+        )
+        monkeypatch.setattr(
+            "pw.engine.experts.fused_moe", functools.partial(dispatch.fused_moe, backend=backend)
+        )
+        found[backend] = open_engine(artifact, "static:3").generate(prompts, params)
+    for mine, expected in zip(found["triton"], found["reference"], strict=True):
+        np.testing.assert_allclose(
+            mine.prompt_logprobs[1:], expected.prompt_logprobs[1:], atol=1e-4, rtol=1e-4
+        )

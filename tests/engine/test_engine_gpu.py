@@ -27,7 +27,7 @@ def test_log_probabilities_equal_the_cpu(kind: str, policy: str, tmp_path: Path)
     on_gpu = open_engine(artifact, policy, device="cuda", dtype="float32")
     for mine, expected in zip(on_gpu.generate(prompts, SCORE), on_cpu, strict=True):
         got, wanted = (torch.tensor(c.prompt_logprobs[1:]) for c in (mine, expected))
-        torch.testing.assert_close(got, wanted, rtol=1e-2, atol=2e-2)
+        torch.testing.assert_close(got, wanted, rtol=1e-3, atol=1e-3)
     on_gpu.check_integrity()
 
 

@@ -55,6 +55,7 @@ def test_block_tables_hold_exactly_the_pages_taken_in_order() -> None:
     slots = [group.slots.tolist() for group in batch]
     assert slots == [[[9 * 16, 9 * 16 + 1, 6 * 16 + 3], [8 * 16, 8 * 16 + 1, 5 * 16 + 3]],
                      [[7 * 8, 7 * 8 + 1, 4 * 8 + 3]]]  # fmt: skip
+    assert all(group.slots.is_contiguous() for group in batch)
     assert (kv.place(0), kv.place(1), kv.place(2)) == ((0, 0), (0, 1), (1, 0))
     assert kv.close(a) == 7
     assert pool.free_count == 30 - 3
