@@ -22,10 +22,11 @@ from pw_kernels.bitplane import MAX_BITS, TILE_BYTES, TILE_ROWS
 from pw_kernels.cuda_routing import KINDS, Arguments, combine, kernel, route, shape_constants
 from pw_kernels.pages import WeightPages
 
-PROMPT_SLOTS = 96  # of each expert, on average: from here blocks are expanded once for all of them
+PROMPT_SLOTS = 200  # of each expert, on average: from here blocks are expanded once for all of them
 MOST_EXPERTS = 1024  # one thread of `route` each
 _MMA_TOKENS = 8
 _LANES = 32
+_ROOMY = 160 << 10  # bytes of shared memory for a block, as data centre GPUs have
 
 
 @dataclass(frozen=True)
@@ -91,13 +92,15 @@ def fits(
     )
 
 
-def choose_plan(slots: int, experts: int) -> Plan:
-    """The plan for S slots over E experts."""
+def choose_plan(slots: int, experts: int, shared_bytes: int = _ROOMY) -> Plan:
+    """The plan for S slots over E experts, on a GPU with that much shared memory for a block."""
     if 2 * slots <= experts:  # few blocks: more warps on each, and one launch for all widths
         return Plan(1, Tuning(4, 2), None)
     if slots <= 4 * experts:
         return Plan(1, Tuning(2, 5), Tuning(4, 2, items=2))
-    return Plan(2, Tuning(2, 4), Tuning(4, 2, items=2))
+    if slots <= 24 * experts or shared_bytes < _ROOMY:
+        return Plan(2, Tuning(2, 4), Tuning(4, 2, items=2))
+    return Plan(4, Tuning(2, 3), Tuning(4, 1, items=2))
 
 
 def fused_moe(
@@ -130,7 +133,8 @@ def fused_moe(
             x, topk_ids, topk_weights, arena, gate_up, down, activation=activation,
             gate_up_bias=gate_up_bias, down_bias=down_bias, statistics=statistics,
         )  # fmt: skip
-    plan = plan or choose_plan(count, experts)
+    if plan is None:
+        plan = choose_plan(count, experts, nvrtc.shared_bytes(device.index or 0))
     routed = route(
         topk_ids, topk_weights, (gate_up, down), _MMA_TOKENS * plan.token_tiles,
         plan.classes[0][1], statistics,

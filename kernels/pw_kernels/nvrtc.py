@@ -81,10 +81,20 @@ def kernel(source: str, name: str, defines: tuple[tuple[str, Define], ...], devi
 
 
 @cache
+def device_attribute(name: str, device: int) -> int:
+    """A `CU_DEVICE_ATTRIBUTE_` of a device."""
+    what = getattr(driver.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
+    return int(_check(driver.cuDeviceGetAttribute(what, device)))
+
+
 def reserved_shared_bytes(device: int) -> int:
     """Shared memory of each block that the driver keeps; dynamic shared memory begins after it."""
-    name = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_RESERVED_SHARED_MEMORY_PER_BLOCK
-    return int(_check(driver.cuDeviceGetAttribute(name, device)))
+    return device_attribute("RESERVED_SHARED_MEMORY_PER_BLOCK", device)
+
+
+def shared_bytes(device: int) -> int:
+    """Shared memory that one block may have."""
+    return device_attribute("MAX_SHARED_MEMORY_PER_BLOCK_OPTIN", device)
 
 
 def machine_code(source: str, defines: Mapping[str, Define], capability: int) -> bytes:

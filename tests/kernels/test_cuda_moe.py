@@ -62,6 +62,15 @@ def test_machine_code_is_compiled_once(
     assert len(nvrtc.machine_code("routing.cu", ROUTING, 90)) == len(code)
 
 
+@pytest.mark.parametrize("slots", [1, 32, 128, 512, 2048, 20000])
+@pytest.mark.parametrize("room", [99 << 10, 227 << 10])
+def test_the_chosen_plan_fits_the_gpu(slots: int, room: int) -> None:
+    plan = cuda_moe.choose_plan(slots, 60, room)
+    for low, high, tuning in plan.classes:
+        for bits in range(low, high + 1):
+            assert cuda_moe._shared_bytes(bits, plan, tuning) <= room
+
+
 def place(pages: WeightPages) -> WeightPages:
     tensors = (pages.bits, pages.plane_pages, pages.lut_pages, pages.lut_offset)
     return WeightPages(pages.rows, pages.cols, *(tensor.cuda() for tensor in tensors))
