@@ -73,14 +73,23 @@ class TorchExperts:
         """Experts of one layer: [T, H], ids and weights [T, k] -> [T, H] in the dtype of `x`."""
         if self.observer is not None:
             self.observer.routed(slot, x, ids, weights)
-        inputs, scales = x.float(), weights.float()
-        parts = torch.zeros(*ids.shape, x.shape[1], device=x.device)  # [T, k, H]
-        for expert in torch.unique(ids).tolist():
+        order = ids.flatten().argsort(stable=True)  # [T * k], by expert, then by token
+        tokens = order // ids.shape[1]
+        experts, counts = torch.unique(ids, return_counts=True)
+        groups = (tokens, weights.float().flatten()[order], x.float().index_select(0, tokens))
+        outputs = []
+        for expert, *group in zip(
+            experts.tolist(),
+            *(torch.split(tensor, counts.tolist()) for tensor in groups),
+            strict=True,
+        ):
             if 0 <= expert < module.num_experts:
-                tokens, slots = (ids == expert).nonzero(as_tuple=True)
-                call = self._run(slot, expert, tokens, scales[tokens, slots], inputs[tokens])
-                parts = parts.index_put((tokens, slots), call.output * call.weights[:, None])
-        return parts.sum(1).to(x.dtype)
+                call = self._run(slot, expert, *group)
+                outputs.append(call.output * call.weights[:, None])
+            else:
+                outputs.append(torch.zeros_like(group[-1]))
+        parts = torch.cat(outputs).index_select(0, order.argsort())
+        return parts.view(*ids.shape, -1).sum(1).to(x.dtype)
 
     def _run(
         self, slot: int, expert: int, tokens: Tensor, weights: Tensor, inputs: Tensor
