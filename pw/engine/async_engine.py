@@ -88,6 +88,11 @@ class AsyncEngine:
         """A snapshot of the engine."""
         return self.engine.status()
 
+    @property
+    def failed(self) -> bool:
+        """Whether a fault of its own ended the engine; nothing brings it back."""
+        return self._failure is not None
+
     def healthy(self) -> bool:
         """Whether the thread lives and has made a turn of its loop lately."""
         if self._failure is not None or not self._thread.is_alive():

@@ -22,7 +22,7 @@ from pw.engine.runner import ModelRunner
 from pw.engine.scheduler import Scheduler
 from pw.engine.statistics import statistics_bytes
 from pw.engine.trace import FORMAT, Replay, TraceWriter, read_replay
-from pw.errors import BudgetError, ConfigError, ModelError
+from pw.errors import BudgetError, ConfigError, ModelError, StoreError
 from pw.memory.arena import Arena
 from pw.memory.budget import Demand, MemoryPlan, plan_memory, workspace_bytes
 from pw.memory.host_store import HostPlaneStore
@@ -37,6 +37,7 @@ from pw.models.tokenizer import Tokenizer, load_tokenizer
 from pw.planning.bits_file import read_bits
 from pw.planning.planner import allocate
 from pw.store.artifact import Artifact
+from pw.store.verify import verify
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -68,7 +69,7 @@ def build_parts(path: Path, config: EngineConfig) -> Parts:
     replayed = config.policy.path if config.policy.kind == "replay" else None
     if config.trace and replayed and config.trace.resolve() == replayed.resolve():
         raise ConfigError(f"the trace would overwrite what it replays: `{config.trace}`")
-    artifact = Artifact.open(path)
+    artifact = _open_artifact(path)
     device = _device(config)
     budget = _budget(config, device)
     dtype = _dtype(config.dtype, artifact.lut_dtype if device.type != "cpu" else torch.float32)
@@ -278,6 +279,24 @@ def _start_precision(
     return precision
 
 
+def _open_artifact(path: Path) -> Artifact:
+    """An artifact whose every file but planes and LUTs has been read and compared; those are
+    checked as they are loaded.
+
+    Raises:
+        StoreError: A byte is not as it was written.
+    """
+    artifact = Artifact.open(path)
+    found = verify(artifact, payload=False)
+    if found:
+        more = f" and {len(found) - 1} more" if len(found) > 1 else ""
+        raise StoreError(
+            f"artifact is damaged: {found[0]}{more}: `{path}`",
+            f"`pw inspect --verify {path}` lists all; make it again or copy it again",
+        )
+    return artifact
+
+
 def _check_replay(replay: Replay, artifact: Artifact, memory: MemoryPlan) -> None:
     """Refuse a trace that this engine cannot follow.
 
@@ -294,6 +313,23 @@ def _check_replay(replay: Replay, artifact: Artifact, memory: MemoryPlan) -> Non
             f"the trace was recorded with {replay.pages} pages of {replay.page_bytes} bytes, "
             f"this memory budget gives {memory.num_pages} of {memory.page_bytes}",
             "give the budget and the limits of the recorded run",
+        )
+    geometry, widths = artifact.geometry, artifact.manifest.widths
+    layers, experts = set(geometry.layers), range(geometry.experts)
+    changes = [change for step in replay.transitions.values() for change in step]
+    if (
+        len(replay.bits) != geometry.blocks
+        or not set(replay.bits) <= set(widths)
+        or any(c.key.layer not in layers or c.key.expert not in experts for c in changes)
+        or any(c.to_bits not in widths for c in changes)
+    ):
+        raise ConfigError("the trace names blocks or widths that the artifact does not have")
+    pages = sum(
+        memory.layouts[index % 2].resident_pages(bits) for index, bits in enumerate(replay.bits)
+    )
+    if pages > memory.num_pages:
+        raise ConfigError(
+            f"the trace starts with widths of {pages} pages, there are {memory.num_pages}"
         )
 
 

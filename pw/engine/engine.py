@@ -108,6 +108,8 @@ class Engine:
         with self._books:
             self._counters.aborted += 1
             self._forget(sequence)
+        if self._config.trace_requests:
+            self._parts.trace.write("abort", step=self._step, id=request_id)
         return finish_without_token(sequence, "abort", self._mean_bits())
 
     def has_work(self) -> bool:

@@ -6,6 +6,7 @@ the trace with its reason. `pw.engine.adaptive` is the policy that moves planes 
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from dataclasses import replace
 from typing import Protocol
@@ -22,6 +23,9 @@ from pw.planning.planner import Move, PlannerState, plan
 
 _HISTORY = 64
 URGENT = ("kv allocation", "last resort")  # reasons of a release inside a scheduling round
+
+
+logger = logging.getLogger(__name__)
 
 
 class Precision(Relief, Protocol):
@@ -197,7 +201,15 @@ class PrecisionBase:
 
 
 class ReplayedPrecision(PrecisionBase):
-    """Repeats the transitions of a trace before the same steps."""
+    """Repeats the transitions of a trace before the same steps.
+
+    The same requests at the same steps need nothing else. Where the requests differ the run
+    diverges: a transition that cannot be made is left out, and when the oldest sequence would not
+    fit, all blocks fall to their least width, as adaptive precision's last resort may.
+
+    Attributes:
+        diverged: Transitions left out or made up.
+    """
 
     def __init__(
         self,
@@ -212,10 +224,12 @@ class ReplayedPrecision(PrecisionBase):
         super().__init__(table, pool, mover, trace, quality, bounds)
         self._transitions = replay.transitions
         self._copied: list[int] = []  # blocks whose copy has ended before the trace commits it
+        self.diverged = 0
 
     def release(self, pages: int, reason: str, *, last_resort: bool = False) -> int:
         """Apply what the trace did at this step when pages ran out, if it is still to come."""
-        return self._apply(urgent=True)
+        freed = self._apply(urgent=True)
+        return self._give_up_all(reason) if last_resort and not freed else freed
 
     def safe_point(self, step: int, turn: int, pages_ahead: int, idle: bool) -> None:
         """Apply the transitions that the trace has before this step."""
@@ -227,11 +241,28 @@ class ReplayedPrecision(PrecisionBase):
         todo = self._transitions.get(self._step, [])
         free = self._pool.free_count
         while todo and (todo[0].reason in URGENT) == urgent:
-            self._do(todo.pop(0))
+            transition = todo.pop(0)
+            index = self._table.geometry.index(transition.key)
+            if self._possible(transition, index):
+                self._do(transition, index)
+            else:
+                self._diverge(f"{transition.event} of {transition.key}")
         return max(0, self._pool.free_count - free)
 
-    def _do(self, transition: Transition) -> None:
-        index = self._table.geometry.index(transition.key)
+    def _possible(self, transition: Transition, index: int) -> bool:
+        table, to_bits = self._table, transition.to_bits
+        if transition.event in ("commit_raise", "cancel_raise"):
+            return index in table.in_transfer
+        if index in table.in_transfer:
+            return False
+        if transition.event == "reduce":
+            return to_bits < int(table.committed[index])
+        return (
+            to_bits > int(table.committed[index])
+            and table.raise_pages(index, to_bits) <= self._pool.free_count
+        )
+
+    def _do(self, transition: Transition, index: int) -> None:
         if transition.event == "reduce":
             self._reduce(index, transition.to_bits, 0.0, transition.reason)
         elif transition.event == "begin_raise":
@@ -242,3 +273,16 @@ class ReplayedPrecision(PrecisionBase):
             self._copied += self._mover.wait()
             self._copied.remove(index)
             self._land([index], transition.reason)
+
+    def _give_up_all(self, reason: str) -> int:
+        self._diverge("the oldest sequence does not fit")
+        free = self._pool.free_count
+        for index, bits in enumerate(self._table.committed.tolist()):
+            if bits > self._min_bits and index not in self._table.in_transfer:
+                self._reduce(index, self._min_bits, 0.0, reason)
+        return self._pool.free_count - free
+
+    def _diverge(self, what: str) -> None:
+        if self.diverged == 0:
+            logger.warning("the replay diverges from its trace at step %d: %s", self._step, what)
+        self.diverged += 1

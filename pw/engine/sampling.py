@@ -61,6 +61,7 @@ def _sample_row(logits: Tensor, params: SamplingParams, generator: torch.Generat
     if params.top_p < 1:
         ordered, index = probabilities.sort(descending=True, stable=True)
         outside = ordered.cumsum(-1) - ordered >= params.top_p
+        outside[0] = False  # float32 rounds the least values of top_p to 0
         probabilities[index[outside]] = 0
     if params.min_p > 0:
         probabilities[probabilities < params.min_p * probabilities.max()] = 0

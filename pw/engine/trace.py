@@ -5,6 +5,7 @@ One JSON object a line:
     {"event": "start", "format": "pw-trace-1", "artifact": sha256, "policy": ..., "budget": bytes,
      "pages": P, "page_bytes": ..., "bits": [...]}
     {"event": "request", "step": s, "id": ..., "prompt": [...], "params": {...}}    if asked for
+    {"event": "abort", "step": s, "id": ...}                                        with them
     {"event": "reduce", "step": s, "layer": l, "expert": e, "module": m, "from": b, "to": b',
      "pages": freed, "damage": d, "reason": ...}
     {"event": "begin_raise", ... "pages": taken}   {"event": "commit_raise", ...}

@@ -28,6 +28,10 @@ class AsyncEngineProtocol(Protocol):
     def status(self) -> EngineStatus:
         """A snapshot; cheap, and safe to take while a step runs."""
 
+    @property
+    def failed(self) -> bool:
+        """Whether a fault of its own ended the engine; nothing brings it back."""
+
     def healthy(self) -> bool:
         """Whether the engine runs and makes progress when it has work."""
 

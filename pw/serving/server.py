@@ -77,7 +77,10 @@ def serve(
     server = DrainingServer(uvicorn_config, context, shutdown_timeout, lambda: announce(message))
 
     asyncio.run(server.serve(sockets=[listener]))
-    return 1 if server.cut_off else 0
+    return 1 if server.cut_off or server.engine_failed else 0
+
+
+ENGINE_FAILED_SECONDS = 2.0  # for the last answers to leave
 
 
 class DrainingServer(uvicorn.Server):
@@ -100,6 +103,7 @@ class DrainingServer(uvicorn.Server):
         self._on_started = on_started
         self._deadline = float("inf")
         self.cut_off = False  # whether a request was ended early
+        self.engine_failed = False
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start to listen, then say so."""
@@ -125,7 +129,16 @@ class DrainingServer(uvicorn.Server):
         )
 
     async def on_tick(self, counter: int) -> bool:
-        """Ten times a second: leave when drained, or end what is open when the time is over."""
+        """Ten times a second: leave when drained, or end what is open when the time is over.
+
+        An engine that failed never comes back: its clients have been told, and leaving lets a
+        supervisor start the server again.
+        """
+        if self._context.engine.failed and not self.engine_failed:
+            self.engine_failed = True
+            logger.error("the engine failed: leaving with exit code 1")
+            self._context.gate.draining = True
+            self._deadline = time.monotonic() + ENGINE_FAILED_SECONDS
         if self._context.gate.draining and not self.should_exit:
             if self._context.gate.open_sequences == 0:
                 self.should_exit = True

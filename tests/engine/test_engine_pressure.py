@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 
 from pw.engine import Engine
 from pw.engine.request import EngineStatus, SamplingParams
-from pw.errors import BudgetError, ConfigError, RequestError
+from pw.errors import BudgetError, ConfigError, RequestError, StoreError
 from support.engines import open_engine, random_prompt, tight_budget
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
@@ -256,3 +257,52 @@ def test_planes_change_hands_when_routing_moves_on(qwen: tuple[Any, Path]) -> No
     assert "rebalance" in reasons
     trades = [plan for plan in engine.status().plan_history if plan["reason"] == "rebalance"]
     assert all(plan["damage"] < 0 for plan in trades)
+
+
+def test_a_replay_that_diverges_serves_on(qwen: tuple[Any, Path], tmp_path: Path) -> None:
+    """Other requests than the recorded ones: what cannot be repeated is left out, nobody fails."""
+    _, artifact = qwen
+    budget = tight_budget(artifact, kv_tokens=80)
+    trace = tmp_path / "trace.jsonl"
+    recorded = open_engine(artifact, memory_budget=budget, trace=trace)
+    recorded.generate([random_prompt(10, 0)], GREEDY)
+    recorded.close()
+    replayed = open_engine(artifact, f"replay:{trace}", memory_budget=budget)
+    for _ in run(replayed, [random_prompt(225, seed) for seed in range(2)], GREEDY):
+        pass
+    assert replayed.status().finished == 2
+    assert replayed._parts.precision.diverged > 0
+
+
+@pytest.mark.parametrize("change", ["short", "wide", "negative", "stranger"])
+def test_damaged_traces_are_refused(qwen: tuple[Any, Path], tmp_path: Path, change: str) -> None:
+    _, artifact = qwen
+    trace = tmp_path / "trace.jsonl"
+    engine = open_engine(artifact, trace=trace)
+    engine.close()
+    lines = [json.loads(line) for line in trace.read_text().splitlines()]
+    bits = lines[0]["bits"]
+    lines[0]["bits"] = {
+        "short": bits[:3], "wide": [9] * len(bits), "negative": [-1] * len(bits), "stranger": bits
+    }[change]  # fmt: skip
+    if change == "stranger":
+        lines.append(
+            {"event": "reduce", "step": 3, "layer": 99, "expert": 0, "module": "down", "from": 6,
+             "to": 5, "pages": 1, "damage": 0.0, "reason": "x"}
+        )  # fmt: skip
+    trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with pytest.raises(ConfigError, match="names blocks or widths"):
+        open_engine(artifact, f"replay:{trace}")
+
+
+@pytest.mark.parametrize("name", ["dense.safetensors", "tokenizer.json", "config.json"])
+def test_a_damaged_file_is_named_at_the_start(
+    qwen: tuple[Any, Path], tmp_path: Path, name: str
+) -> None:
+    copy = tmp_path / "copy.pw"
+    shutil.copytree(qwen[1], copy)
+    data = bytearray((copy / name).read_bytes())
+    data[-20] ^= 1
+    (copy / name).write_bytes(data)
+    with pytest.raises(StoreError, match=rf"artifact is damaged: {name}"):
+        open_engine(copy, "static:3")

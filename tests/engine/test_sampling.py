@@ -153,3 +153,11 @@ def test_values_out_of_range_are_refused_by_name(name: str, value: object) -> No
         SamplingParams(**{name: value})  # type: ignore[arg-type]
     assert refused.value.param == name
     assert refused.value.status == 400
+
+
+@pytest.mark.parametrize("top_p", [5e-324, 1e-320, 1e-46, 1e-30])
+def test_a_top_p_that_rounds_to_nothing_leaves_the_likeliest_token(top_p: float) -> None:
+    params = SamplingParams(temperature=1.0, top_p=top_p, seed=0)
+    logits = torch.randn(1, 50)
+    chosen = sample(logits, [params], [make_generator(params, CPU)], [()])
+    assert chosen.tolist() == logits.argmax(-1).tolist()

@@ -31,6 +31,7 @@ class FakeEngine:
         self.step_seconds = step_seconds
         self.max_model_len = max_model_len
         self.alive = True
+        self.failed = False
         self.calls: dict[str, tuple[list[int], SamplingParams]] = {}
         self.aborted: list[str] = []
         self.running = 0
