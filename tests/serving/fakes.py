@@ -25,7 +25,7 @@ class FakeEngine:
     Prompt tokens choose the misbehaviour, see the class attributes.
     """
 
-    REFUSE, BREAK, RAISE, ABORT, MUTE = 900, 901, 902, 903, 904
+    REFUSE, BREAK, RAISE, ABORT, MUTE, DIE = 900, 901, 902, 903, 904, 905
 
     def __init__(self, step_seconds: float = 0.0, max_model_len: int = 4096) -> None:
         self.step_seconds = step_seconds
@@ -73,6 +73,9 @@ class FakeEngine:
             await asyncio.sleep(3600 if self.MUTE in prompt else self.step_seconds)
             if done == 3 and self.BREAK in prompt:
                 yield RequestOutput(request_id, finish_reason="error", error="a kernel failed")
+            if done == 3 and self.DIE in prompt:
+                self.failed, self.alive = True, False
+                yield RequestOutput(request_id, finish_reason="error", error="the engine failed")
             if done == 3 and self.RAISE in prompt:
                 raise ZeroDivisionError("secret detail")
             if done == 3 and self.ABORT in prompt:

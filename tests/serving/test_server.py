@@ -172,6 +172,17 @@ def test_time_over_ends_streams_with_an_error(launch):
     assert "Traceback" not in err
 
 
+def test_a_failed_engine_ends_the_process(launch):
+    """Its client is told first; then a supervisor can start the server again."""
+    server = launch(0.0)
+    body = {"prompt": [FakeEngine.DIE], "max_tokens": 50}
+    answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=10)
+    assert answer.status_code == 500
+    code, _, log = server.end()
+    assert code == 1
+    assert "the engine failed: leaving" in log
+
+
 def test_port_in_use_is_one_line():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
