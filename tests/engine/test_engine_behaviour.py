@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from pw.engine import Completion, Engine
+from pw.engine.precision import FixedPrecision
 from pw.engine.request import SamplingParams
 from pw.errors import BudgetError, ConfigError, RequestError
 from pw.planning.bits_file import write_bits
@@ -296,3 +297,34 @@ def test_every_kernel_backend_gives_the_same_log_probabilities(
         np.testing.assert_allclose(
             mine.prompt_logprobs[1:], expected.prompt_logprobs[1:], atol=1e-4, rtol=1e-4
         )
+
+
+@pytest.mark.parametrize("bits", [2, 4, 6])
+def test_a_width_reached_by_moving_planes_is_the_fixed_width_bit_for_bit(
+    qwen: tuple[Any, Path], bits: int, tmp_path: Path
+) -> None:
+    """Adaptive machinery held at one width, and widths from a file, equal `static:<bits>`."""
+    _, artifact = qwen
+    prompts = [random_prompt(length, length) for length in (40, 3, 17)]
+    params = [sampled(seed) for seed in range(3)]
+    expected = open_engine(artifact, f"static:{bits}").generate(prompts, params)
+    held = open_engine(artifact, min_bits=bits, max_bits=bits)
+    assert held.generate(prompts, params) == expected
+    from_file = tmp_path / "bits.json"
+    geometry = Artifact.open(artifact).geometry
+    write_bits(from_file, geometry, np.full(geometry.blocks, bits, dtype=np.int64))
+    assert open_engine(artifact, f"static:{from_file}").generate(prompts, params) == expected
+
+    moved = open_engine(artifact)  # loads the widest, then every block is brought to the width
+    table, mover = moved._parts.table, moved._parts.mover
+    assert table is not None
+    assert mover is not None
+    for index in range(geometry.blocks):
+        table.reduce(index, 2)
+        if bits > 2:
+            mover.start(table.begin_raise(index, bits))
+    for index in mover.wait():
+        table.commit_raise(index)
+    frozen = FixedPrecision()
+    object.__setattr__(moved._parts, "precision", frozen)
+    assert moved.generate(prompts, params) == expected
