@@ -94,7 +94,7 @@ def load_documents(dataset: str) -> list[Document]:
         documents = list(_parse_lines(text, dataset)) if path.suffix == ".jsonl" else [text]
     documents = [d for d in documents if (d.strip() if isinstance(d, str) else d)]
     if not documents:
-        raise ConfigError(f"calibration file holds no text: `{dataset}`", _FORMATS)
+        raise ConfigError(f"text file holds no text: `{dataset}`", _FORMATS)
     return documents
 
 
@@ -137,14 +137,14 @@ def cut_windows(
 
 def _read(path: Path) -> str:
     if path.suffix not in (".jsonl", ".txt"):
-        raise ConfigError(f"unknown kind of calibration file: `{path}`", _FORMATS)
+        raise ConfigError(f"unknown kind of text file: `{path}`", _FORMATS)
     try:
         return path.read_text("utf-8-sig")
     except OSError as error:
-        raise ConfigError(f"cannot read calibration file: `{path}`: {error.strerror}") from error
+        raise ConfigError(f"cannot read text file: `{path}`: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise ConfigError(
-            f"calibration file is not UTF-8 at byte {error.start}: `{path}`"
+            f"text file is not UTF-8 at byte {error.start}: `{path}`"
         ) from error
 
 
@@ -181,4 +181,4 @@ def _plain_text(document: Document, tokenizer: Tokenizer) -> str:
     try:
         return tokenizer.render_chat(document, add_generation_prompt=False)
     except RequestError as error:
-        raise ConfigError(f"calibration file: {error.message}", error.hint) from error
+        raise ConfigError(f"text file: {error.message}", error.hint) from error

@@ -61,7 +61,7 @@ def test_plain_text_is_one_document(tmp_path: Path) -> None:
         ("number.jsonl", b'{"text": 3}', "line 1 of .* has no string `text`"),
         ("roles.jsonl", b'{"messages": [{"content": "x"}]}', "line 1 of .* has no string `text`"),
         ("latin.txt", b"caf\xe9 au lait", "not UTF-8 at byte 3"),
-        ("table.csv", b"text\nabc", "unknown kind of calibration file"),
+        ("table.csv", b"text\nabc", "unknown kind of text file"),
         ("short.txt", b"abc", "holds 3 tokens, one window takes 8"),
         ("tools.jsonl", b'{"messages": [{"role": "tool"}]}', "no tools here"),
     ],
