@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -12,7 +11,7 @@ import typer
 from pw.cli.command import print_json
 from pw.cli.locate import artifact_path
 from pw.cli.options import Common, Planner, Runtime, Sampling, Server
-from pw.errors import ConfigError, PwError
+from pw.errors import PwError
 
 if TYPE_CHECKING:
     from pw.engine.request import EngineStatus
@@ -86,7 +85,9 @@ def serve(
     """
     config = runtime.config(planner, max_num_queued_reqs=server.max_num_queued_reqs)
     if not server.dry_run:
-        _check_port(server.host, server.port)
+        from pw.serving.server import bind
+
+        bind(server.host, server.port).close()  # a taken port is told now, not minutes later
     path = artifact_path(model, quiet=common.quiet)
 
     from pw.engine import AsyncEngine, Engine
@@ -122,17 +123,6 @@ def serve(
 def _names(path: Path, model: str) -> list[str]:
     """What a request may call the model: the artifact's name first, then the checkpoint's."""
     return list(dict.fromkeys((path.name.removesuffix(".pw"), model)))
-
-
-def _check_port(host: str, port: int) -> None:
-    """Refuse a taken port before the model is loaded, not minutes later."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        socket.create_server((host, port), family=family).close()
-    except (OSError, OverflowError) as error:
-        raise ConfigError(
-            f"cannot listen on {host}:{port}: {error}", "choose another one with `--port`"
-        ) from error
 
 
 def _print_plan(status: EngineStatus) -> None:

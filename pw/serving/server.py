@@ -57,7 +57,7 @@ def serve(
     Raises:
         ConfigError: The address cannot be bound.
     """
-    listener = _bind(host, port)
+    listener = bind(host, port)
     app = create_app(engine, tokenizer, config)
     uvicorn_config = uvicorn.Config(
         app,
@@ -172,7 +172,12 @@ PagedWeight serves {model} on {url}
 """
 
 
-def _bind(host: str, port: int) -> socket.socket:
+def bind(host: str, port: int) -> socket.socket:
+    """A listening socket.
+
+    Raises:
+        ConfigError: The address is taken or not this machine's.
+    """
     try:
         return socket.create_server(
             (host, port),

@@ -10,9 +10,9 @@ import torch
 from pw.config import QuantizeConfig
 from pw.models.testing import KINDS, make_checkpoint
 from pw_pipelines import quantize
-from support.engines import VOCABULARY, open_engine, write_tokenizer
+from support.engines import open_engine
 from support.logprobs import engine_logprobs, model_logprobs
-from support.offline import QUIET, calibration
+from support.offline import QUIET, VOCABULARY, calibration, write_tokenizer
 
 
 @pytest.mark.parametrize("kind", KINDS)

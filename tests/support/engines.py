@@ -6,8 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from pw.config import (
     CalibrationConfig,
@@ -19,25 +17,10 @@ from pw.config import (
 from pw.engine import Engine
 from pw.models.testing import make_checkpoint
 from pw_pipelines import quantize, sensitivity
-from pw_pipelines.progress import Progress, Style
+from support.offline import QUIET, write_tokenizer
 
 VOCABULARY = 260  # three specials, 256 bytes, one spare
-QUIET = Progress(Style.QUIET)
 SAMPLES = CalibrationConfig(nsamples=4, seqlen=48)
-
-
-def write_tokenizer(folder: Path) -> None:
-    """A byte-level tokenizer without merges: ids 0..2 special, then bytes."""
-    specials = ["<pad>", "<s>", "</s>"]
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {token: i for i, token in enumerate(specials + alphabet)}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>"
-    )
-    fast.save_pretrained(folder)
 
 
 def make_artifact(kind: str, folder: Path, **overrides: Any) -> tuple[Any, Path]:
