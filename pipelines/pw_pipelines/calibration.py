@@ -143,9 +143,7 @@ def _read(path: Path) -> str:
     except OSError as error:
         raise ConfigError(f"cannot read text file: `{path}`: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise ConfigError(
-            f"text file is not UTF-8 at byte {error.start}: `{path}`"
-        ) from error
+        raise ConfigError(f"text file is not UTF-8 at byte {error.start}: `{path}`") from error
 
 
 def _parse_lines(text: str, name: str) -> Iterator[Document]:
