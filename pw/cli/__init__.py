@@ -12,9 +12,10 @@ from typing import Annotated
 import typer
 
 from pw import __version__
+from pw.cli.bench import bench
 from pw.cli.command import UsageError, add_command, print_error
+from pw.cli.evaluation import evaluate
 from pw.cli.inspection import env, inspect
-from pw.cli.measurement import bench, evaluate
 from pw.cli.offline import calibrate, export, fit_residuals, quantize, sensitivity, trace
 from pw.cli.recipes import run
 from pw.cli.runtime import generate, serve

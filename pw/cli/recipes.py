@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from pw.cli.command import print_json
-from pw.cli.measurement import print_score, score
+from pw.cli.evaluation import print_score, score
 from pw.cli.offline import Overwrite, progress_of
 from pw.cli.options import Common
 from pw.config import EngineConfig, PrecisionPolicy, parse_bytes

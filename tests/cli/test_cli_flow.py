@@ -219,7 +219,7 @@ def test_bench_measures_both_sides_and_leaves_nothing(
     monkeypatch: pytest.MonkeyPatch, made: Made
 ) -> None:
     monkeypatch.setattr(
-        "pw.cli.measurement.Calibration",
+        "pw.cli.bench.Calibration",
         lambda: Calibration(str(made.text), nsamples=40, seqlen=16),
     )
     load = ("--batch-size", "2", "--input-len", "5", "--output-len", "4", "--repeats", "1")
