@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pw.blocks import MODULES
-from pw_pipelines.dequantized import DequantizedBlocks
+from pw.models.dequantized import DequantizedBlocks
 from pw_pipelines.observation import ObservedModel
 from pw_pipelines.progress import Progress
 

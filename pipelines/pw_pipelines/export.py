@@ -20,11 +20,11 @@ from torch import Tensor
 from pw.blocks import MODULES, BlockKey
 from pw.errors import ConfigError, StoreError
 from pw.models.checkpoint import Checkpoint
+from pw.models.dequantized import DequantizedBlocks
 from pw.models.experts import expert_modules, to_module_layout
 from pw.store.artifact import Artifact
 from pw.store.files import remove_tree
 from pw.store.writer import MODEL_FILES
-from pw_pipelines.dequantized import DequantizedBlocks
 from pw_pipelines.progress import Progress
 from pw_pipelines.shard_writer import ShardWriter, original_names
 

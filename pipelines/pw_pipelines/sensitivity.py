@@ -25,11 +25,11 @@ from pw.blocks import MODULES, BlockKey, ExpertGeometry, Module
 from pw.config import CalibrationConfig
 from pw.models.checkpoint import Checkpoint
 from pw.models.dense import ExpertCall, ExpertObserver
+from pw.models.dequantized import DequantizedBlocks
 from pw.models.tokenizer import load_tokenizer
 from pw.store.artifact import Artifact
 from pw_pipelines.agreement import Agreement, measure_agreement
 from pw_pipelines.calibration import calibration_set
-from pw_pipelines.dequantized import DequantizedBlocks
 from pw_pipelines.moments import THIN_TOKENS, Moments
 from pw_pipelines.observation import ObservedModel
 from pw_pipelines.progress import Progress

@@ -20,12 +20,12 @@ from pw.config import QuantizeConfig
 from pw.errors import ModelError, StoreError
 from pw.models.checkpoint import Checkpoint
 from pw.models.dense import ExpertObserver
+from pw.models.dequantized import DequantizedBlocks
 from pw.models.testing import make_checkpoint
 from pw.store.artifact import Artifact
 from pw.store.planes import LUTS, PLANES
 from pw_pipelines import dry_run, quantize
 from pw_pipelines.codebook import fit_codebook
-from pw_pipelines.dequantized import DequantizedBlocks
 from pw_pipelines.moments import Coverage, Moments, measure_moments
 from pw_pipelines.observation import ObservedModel
 from support.engines import open_engine, random_prompt

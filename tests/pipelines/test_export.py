@@ -13,11 +13,11 @@ from pw.blocks import BlockKey
 from pw.config import QuantizeConfig
 from pw.errors import ConfigError, StoreError
 from pw.models.checkpoint import Checkpoint
+from pw.models.dequantized import DequantizedBlocks
 from pw.models.shards import ShardIndex
 from pw.models.testing import CONFIGS
 from pw.store.artifact import Artifact
 from pw_pipelines import export, quantize
-from pw_pipelines.dequantized import DequantizedBlocks
 from support.engines import open_engine
 from support.logprobs import engine_logprobs, model_logprobs
 from support.offline import QUIET, calibration, random_checkpoint

@@ -13,12 +13,12 @@ from pw.blocks import MODULES, BlockKey, BlockShape, ExpertGeometry
 from pw.config import QuantizeConfig
 from pw.errors import ConfigError, ModelError, StaleStageError
 from pw.models.checkpoint import Checkpoint
+from pw.models.dequantized import DequantizedBlocks
 from pw.models.resolve import resolve_model
 from pw.store.artifact import Artifact
 from pw_kernels.bitplane import unpack_planes
 from pw_pipelines import quantize
 from pw_pipelines.codebook import fit_codebook
-from pw_pipelines.dequantized import DequantizedBlocks
 from pw_pipelines.moments import Coverage, Moments
 from pw_pipelines.quantize import auto_max_bits, quantize_blocks, uniform_bytes
 from support.offline import (

@@ -7,13 +7,13 @@ import torch
 from pw.blocks import MODULES, BlockKey, Module
 from pw.errors import ModelError, StaleStageError
 from pw.models.checkpoint import Checkpoint
+from pw.models.dequantized import DequantizedBlocks
 from pw.models.resolve import resolve_model
 from pw.models.tokenizer import load_tokenizer
 from pw.store.artifact import Artifact
 from pw_pipelines import sensitivity
 from pw_pipelines.agreement import divergence, spearman
 from pw_pipelines.calibration import calibration_set
-from pw_pipelines.dequantized import DequantizedBlocks
 from pw_pipelines.moments import THIN_TOKENS, Moments
 from pw_pipelines.observation import ObservedModel
 from pw_pipelines.sensitivity import GradientSums, SensitivityReport, fill_rare
