@@ -154,11 +154,24 @@ def workspace_bytes(
 
 def block_layouts(demand: Demand) -> tuple[BlockLayout, BlockLayout]:
     """Page size and page layout of both modules."""
-    shapes = [demand.geometry.shape(module) for module in MODULES]
-    low, high = demand.stored_bits
+    return layouts_of(
+        demand.geometry, demand.kv, demand.kv_dtype, demand.stored_bits, demand.page_bytes
+    )
+
+
+def layouts_of(
+    geometry: ExpertGeometry,
+    kv_geometry: KvGeometry,
+    kv_dtype: torch.dtype,
+    stored_bits: tuple[int, int],
+    page_bytes: int | None = None,
+) -> tuple[BlockLayout, BlockLayout]:
+    """Page size (the one of least padding if None) and page layout of both modules."""
+    shapes = [geometry.shape(module) for module in MODULES]
+    low, high = stored_bits
     base = choose_base_bits(shapes, low, high)
-    kv = [token_bytes(layer, demand.kv_dtype) for layer in demand.kv.stored]
-    page = demand.page_bytes
+    kv = [token_bytes(layer, kv_dtype) for layer in kv_geometry.stored]
+    page = page_bytes
     if page is None:
         drafts = [BlockLayout(shape, low, high, base, 1) for shape in shapes]
         regions = [(size, 1) for draft in drafts for size in draft.regions()]

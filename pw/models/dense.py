@@ -59,7 +59,7 @@ BiasSource = Callable[[int, int, Module], Tensor | None]
 class TorchExperts:
     """Experts function in plain torch; `observer` watches it where set.
 
-    `weight` may be replaced, e.g. by weights at a lower width.
+    `weight` may be replaced, e.g. by weights at a lower width; a subclass may override `linear`.
     """
 
     def __init__(
@@ -94,15 +94,16 @@ class TorchExperts:
     def _run(
         self, slot: int, expert: int, tokens: Tensor, weights: Tensor, inputs: Tensor
     ) -> ExpertCall:
-        gate_up = self._linear(slot, expert, "gate_up", inputs)
+        gate_up = self.linear(slot, expert, "gate_up", inputs)
         hidden = _activate(gate_up, self._activations[slot])
-        output = self._linear(slot, expert, "down", hidden)
+        output = self.linear(slot, expert, "down", hidden)
         call = ExpertCall(slot, expert, tokens, weights, inputs, gate_up, hidden, output)
         if self.observer is not None:
             self.observer.expert(call)
         return call
 
-    def _linear(self, slot: int, expert: int, module: Module, x: Tensor) -> Tensor:
+    def linear(self, slot: int, expert: int, module: Module, x: Tensor) -> Tensor:
+        """Output [n, N] of one block for its inputs [n, K], fp32."""
         bias = self._bias(slot, expert, module)
         weight = self.weight(slot, expert, module, x.device)
         result: Tensor = _Linear.apply(x, weight, None if bias is None else bias.float())  # type: ignore[no-untyped-call]
