@@ -274,6 +274,20 @@ class WeightPageTable:
             self._cancelled.add(index)
             self.desired[index] = self.committed[index]
 
+    def label_pages(self, labels: NDArray[np.uint8], *, lut: int, moving: int) -> None:
+        """Note in `labels` [P] what each page of a block holds.
+
+        A plane's page gets the number of the plane, any other the label `lut`, and what a raise
+        has taken the label `moving`. Pages of other owners stay as they are.
+        """
+        owner = self._pool.owner
+        labels[(owner >= 0) & (owner < self.geometry.blocks)] = lut
+        for table in self._tables:
+            for plane, pages in enumerate(table.planes.numpy().swapaxes(0, 2)):  # [B, E, L, PP]
+                labels[pages[pages >= 0]] = plane
+        for move in self.in_transfer.values():
+            labels[move.pages] = moving
+
     def publish(self) -> None:
         """Send changed entries to the device in stream order."""
         for table in self._tables:
