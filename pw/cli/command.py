@@ -14,6 +14,7 @@ from typing import Any, get_type_hints
 
 import typer
 
+from pw import logs
 from pw.cli.options import Common
 from pw.errors import PwError
 
@@ -84,9 +85,7 @@ def _expand(function: Callable[..., None]) -> Callable[..., None]:
 def _run(function: Callable[[], None], common: Common) -> None:
     """Run a command's body; a user's mistake ends in one line, a hint and its exit code."""
     level = logging.DEBUG if common.verbose else logging.WARNING if common.quiet else logging.INFO
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
-    for package in ("pw", "pw_pipelines", "pw_kernels"):
-        logging.getLogger(package).setLevel(level)
+    logs.configure(level)
     try:
         function()
     except BrokenPipeError:

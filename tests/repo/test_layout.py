@@ -161,7 +161,7 @@ def test_kernels_import_tensor_libraries_only() -> None:
 
 
 def test_the_command_line_imports_its_stages_inside_the_commands() -> None:
-    light = {"typer", "rich", "pw.blocks", "pw.errors", "pw.config", "pw.cli"}
+    light = {"typer", "rich", "pw.blocks", "pw.errors", "pw.config", "pw.logs", "pw.cli"}
     for path in sources():
         if unit_of(module_name(path)) not in LAZY_IMPORTS_ONLY:
             continue
