@@ -111,11 +111,12 @@ def build_parts(path: Path, config: EngineConfig) -> Parts:
             table, arena, skeleton.activations, skeleton.biases, artifact.lut_dtype, counter
         )
     scheduler = Scheduler(kv, pool, precision, config.max_num_seqs, config.max_num_batched_tokens)
+    tokenizer = load_tokenizer(path)
     return Parts(
         model_name=artifact.manifest.model.name,
         stated_model_len=demand.max_model_len,
         skeleton=skeleton,
-        tokenizer=load_tokenizer(path),
+        tokenizer=tokenizer,
         memory=memory,
         arena=arena,
         pool=pool,
@@ -126,7 +127,7 @@ def build_parts(path: Path, config: EngineConfig) -> Parts:
         quality=quality,
         precision=precision,
         scheduler=scheduler,
-        runner=ModelRunner(skeleton, experts, kv),
+        runner=ModelRunner(skeleton, experts, kv, tokenizer.vocab_size),
         trace=trace,
     )
 

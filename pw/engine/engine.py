@@ -25,9 +25,16 @@ from torch import Tensor
 from pw.config import EngineConfig
 from pw.engine.admission import Admission
 from pw.engine.build import Parts, build_parts
+from pw.engine.logprobs import score
 from pw.engine.outputs import accept_token, blocked_tokens, finish_without_token
-from pw.engine.request import EngineStatus, FinishReason, RequestOutput, SamplingParams
-from pw.engine.sampling import sample, token_logprobs
+from pw.engine.request import (
+    EngineStatus,
+    FinishReason,
+    RequestOutput,
+    SamplingParams,
+    TokenLogprob,
+)
+from pw.engine.sampling import sample
 from pw.engine.sequence import Chunk, Sequence
 from pw.engine.status import Counters, snapshot
 from pw.models.tokenizer import Tokenizer
@@ -40,7 +47,8 @@ class Completion:
     token_ids: tuple[int, ...]
     text: str
     finish_reason: FinishReason
-    prompt_logprobs: tuple[float | None, ...]
+    logprobs: tuple[TokenLogprob, ...]
+    prompt_logprobs: tuple[TokenLogprob | None, ...]
     error: str | None = None
 
 
@@ -258,7 +266,7 @@ class Engine:
         else:
             count, logprob = sequence.params.logprobs, None
             if count is not None:
-                logprob = token_logprobs(logits, token, count, self.tokenizer.vocab_size)
+                logprob = score(logits[None], [token], [count], self.tokenizer.vocab_size)[0]
             output = accept_token(sequence, token, logprob, self._eos, mean_bits)
             self._counters.generation_tokens += 1
         if output.finish_reason is not None:
@@ -266,7 +274,7 @@ class Engine:
             self._forget(sequence)
         return output
 
-    def _book(self, chunk: Chunk, logprobs: list[float] | None) -> None:
+    def _book(self, chunk: Chunk, logprobs: list[TokenLogprob] | None) -> None:
         """The tokens of a chunk are in the cache now."""
         sequence = chunk.sequence
         end = chunk.start + chunk.count
@@ -275,8 +283,8 @@ class Engine:
         new = min(end, len(sequence.prompt)) - sequence.seen
         if new > 0:
             self._counters.prompt_tokens += new
-            if sequence.params.prompt_logprobs:
-                first: list[float | None] = [None] if sequence.seen == 0 else []
+            if sequence.params.prompt_logprobs is not None:
+                first: list[TokenLogprob | None] = [None] if sequence.seen == 0 else []
                 again = sequence.seen - chunk.start
                 sequence.prompt_logprobs += [*first, *(logprobs or [])[again:]]
             sequence.seen += new
@@ -300,6 +308,7 @@ def _join(outputs: list[RequestOutput]) -> Completion:
         tuple(token for output in outputs for token in output.token_ids),
         "".join(output.text for output in outputs),
         last.finish_reason,
-        tuple(value for output in outputs for value in output.prompt_logprobs),
+        tuple(entry for output in outputs for entry in output.logprobs),
+        tuple(entry for output in outputs for entry in output.prompt_logprobs),
         last.error,
     )

@@ -66,13 +66,13 @@ def _output(
     sequence.prompt_logprobs.clear()
     return RequestOutput(
         sequence.request_id,
-        text,
-        token_ids,
-        logprobs,
-        prompt_logprobs,
-        finish_reason,
-        error,
-        len(sequence.prompt),
-        len(sequence.output),
-        mean_bits,
+        text=text,
+        token_ids=token_ids,
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+        finish_reason=finish_reason,
+        error=error,
+        prompt_tokens=len(sequence.prompt),
+        completion_tokens=len(sequence.output),
+        mean_bits=mean_bits,
     )

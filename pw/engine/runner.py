@@ -10,8 +10,9 @@ from torch import Tensor
 
 from pw.engine.context import StepBatch
 from pw.engine.experts import RoutedExperts
+from pw.engine.logprobs import score
+from pw.engine.request import TokenLogprob
 from pw.engine.sequence import Chunk
-from pw.memory.budget import SCORED_ROWS
 from pw.memory.kv_cache import KvCache
 from pw.models.skeleton import Skeleton
 
@@ -25,17 +26,21 @@ class ModelRunner:
         skeleton: The model without its routed experts.
         experts: What its experts modules call.
         kv: Cache that attention writes to and reads from.
+        vocabulary: Tokens that have a text.
     """
 
-    def __init__(self, skeleton: Skeleton, experts: RoutedExperts, kv: KvCache) -> None:
+    def __init__(
+        self, skeleton: Skeleton, experts: RoutedExperts, kv: KvCache, vocabulary: int
+    ) -> None:
         skeleton.bind_experts(experts)
         self._skeleton, self._experts, self._kv = skeleton, experts, kv
+        self._vocabulary = vocabulary
         weights = skeleton.dense_bytes // skeleton.dtype.itemsize
         on_cpu = skeleton.device.type == "cpu"
         self._one_thread_tokens = _ONE_THREAD_MULTIPLIES // weights if on_cpu else 0
 
     @torch.inference_mode()
-    def run(self, chunks: list[Chunk]) -> tuple[Tensor, dict[Chunk, list[float]]]:
+    def run(self, chunks: list[Chunk]) -> tuple[Tensor, dict[Chunk, list[TokenLogprob]]]:
         """Compute one step.
 
         Returns:
@@ -49,8 +54,16 @@ class ModelRunner:
         keep = torch.tensor(rows, dtype=torch.int64, device=device)
         logits = self._skeleton.forward(batch.input_ids, batch.positions, batch, keep)
         self._experts.batch = None
-        prompt_logprobs = {chunk: _logprobs(logits[span], chunk) for chunk, span in scored.items()}
+        prompt_logprobs = {
+            chunk: self._score(chunk, logits[span]) for chunk, span in scored.items()
+        }
         return logits[samples], prompt_logprobs
+
+    def _score(self, chunk: Chunk, logits: Tensor) -> list[TokenLogprob]:
+        """Log-probabilities of the prompt tokens that follow those of a chunk: logits [n, V]."""
+        count = chunk.sequence.params.prompt_logprobs or 0
+        targets = chunk.sequence.tokens(chunk.start + 1, chunk.start + 1 + len(logits))
+        return score(logits, targets, [count] * len(targets), self._vocabulary)
 
     @contextmanager
     def threads_for(self, chunks: list[Chunk]) -> Iterator[None]:
@@ -79,7 +92,7 @@ class ModelRunner:
         start = 0
         for chunk in chunks:
             following = min(chunk.start + chunk.count, len(chunk.sequence.prompt) - 1) - chunk.start
-            if chunk.sequence.params.prompt_logprobs and following > 0:
+            if chunk.sequence.params.prompt_logprobs is not None and following > 0:
                 scored[chunk] = slice(len(rows), len(rows) + following)
                 rows += range(start, start + following)
             start += chunk.count
@@ -88,15 +101,3 @@ class ModelRunner:
                 rows.append(start - 1)
         # A step of prompt chunks alone samples nothing; the model still wants one row.
         return rows or [start - 1], samples, scored
-
-
-def _logprobs(logits: Tensor, chunk: Chunk) -> list[float]:
-    """Log-probabilities of the tokens that follow those of a chunk: logits [n, V] -> n floats."""
-    targets = chunk.sequence.tokens(chunk.start + 1, chunk.start + 1 + len(logits))
-    result: list[float] = []
-    for first in range(0, len(logits), SCORED_ROWS):
-        part = logits[first : first + SCORED_ROWS].float()
-        target = torch.tensor(targets[first : first + len(part)], device=part.device)
-        chosen = part.gather(1, target[:, None])[:, 0]
-        result += (chosen - part.logsumexp(1)).tolist()
-    return result

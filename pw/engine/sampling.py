@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pw.engine.request import SamplingParams, TokenLogprob
+from pw.engine.request import SamplingParams
 
 _GREEDY_BELOW = 1e-5  # temperatures that leave a float32 softmax nothing but the likeliest token
 
@@ -66,20 +66,3 @@ def _sample_row(logits: Tensor, params: SamplingParams, generator: torch.Generat
     if params.min_p > 0:
         probabilities[probabilities < params.min_p * probabilities.max()] = 0
     return torch.multinomial(probabilities, 1, generator=generator)[0]
-
-
-def token_logprobs(logits: Tensor, token: int, count: int, vocabulary: int) -> TokenLogprob:
-    """Log-probability of a token and of the `count` likeliest, from one computation.
-
-    Args:
-        logits: [V], as the model gave them, before temperature.
-        token: The sampled token.
-        count: How many alternatives; 0 = none.
-        vocabulary: Tokens that have a text; V may be padded beyond them.
-    """
-    logprobs = logits.float().log_softmax(-1)
-    top = logprobs[:vocabulary].topk(min(count, vocabulary)) if count else None
-    pairs = (
-        () if top is None else tuple(zip(top.indices.tolist(), top.values.tolist(), strict=True))
-    )
-    return TokenLogprob(token, float(logprobs[token]), pairs)

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from pw.engine.detokenizer import Detokenizer
-from pw.engine.request import SamplingParams
+from pw.engine.request import SamplingParams, TokenLogprob
 from pw.engine.statistics import PromptStatistics
 from pw.memory.kv_cache import KvSequence
 
@@ -28,7 +28,7 @@ class Sequence:
     output: list[int] = field(default_factory=list)
     computed: int = 0  # tokens whose KV is in the cache
     kv: KvSequence | None = None
-    prompt_logprobs: list[float | None] = field(default_factory=list)  # not yet handed out
+    prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)  # not yet given out
     seen: int = 0  # tokens of the prompt computed at least once
     statistics: PromptStatistics | None = None  # while its prompt is prefilled
     eta: NDArray[np.float64] | None = None  # [L, E, 2] once it has been

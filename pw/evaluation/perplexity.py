@@ -17,7 +17,7 @@ from pw.engine.request import BytesByClass, EngineStatus, RequestOutput, Samplin
 from pw.errors import ConfigError, PwError
 from pw.evaluation.bootstrap import Interval, mean_interval
 
-_SCORE = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=True, ignore_eos=True)
+_SCORE = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, ignore_eos=True)
 
 
 class ScoringEngine(Protocol):
@@ -106,7 +106,7 @@ def perplexity(
         if output.error is not None:
             raise PwError(f"chunk {index} could not be scored: {output.error}")
         if output.prompt_logprobs:
-            scored = [p for p in output.prompt_logprobs[first:] if p is not None]
+            scored = [p.logprob for p in output.prompt_logprobs[first:] if p is not None]
             if len(scored) != len(chunks[index]) - first:
                 raise PwError(f"chunk {index} came back with {len(scored)} log-probabilities")
             scores[index] = (-math.fsum(scored) / len(scored), output.mean_bits)

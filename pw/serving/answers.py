@@ -28,7 +28,7 @@ class Choice:
 
     text: str = ""
     logprobs: list[TokenLogprob] = field(default_factory=list)
-    prompt_logprobs: tuple[float | None, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
     finish_reason: FinishReason | None = None
     completion_tokens: int = 0
 
@@ -98,7 +98,7 @@ class CompletionWriter:
     def _lists(
         self,
         index: int,
-        prompt_logprobs: tuple[float | None, ...],
+        prompt_logprobs: tuple[TokenLogprob | None, ...],
         logprobs: tuple[TokenLogprob, ...] | list[TokenLogprob],
     ) -> Json | None:
         if self._sequences[index].params.logprobs is None:
@@ -106,7 +106,8 @@ class CompletionWriter:
         if not prompt_logprobs and not logprobs:
             return None
         prompt = zip(self._sequences[index].prompt.token_ids, prompt_logprobs, strict=False)
-        return self._logprobs[index].lists(prompt, logprobs)
+        entries = [*prompt, *((entry.token_id, entry) for entry in logprobs)]
+        return self._logprobs[index].lists(entries)
 
     @staticmethod
     def _choice(

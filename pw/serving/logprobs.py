@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -66,23 +66,20 @@ class CompletionLogprobs:
 
     def lists(
         self,
-        prompt: Iterable[tuple[int, float | None]],
-        sampled: Sequence[TokenLogprob],
+        rows: Sequence[tuple[int, TokenLogprob | None]],
     ) -> dict[str, Any]:
-        """Lists over the next tokens: `(id, logprob)` of the prompt's, then the sampled ones."""
-        rows: list[tuple[int, float | None, TokenLogprob | None]] = [
-            *((token_id, logprob, None) for token_id, logprob in prompt),
-            *((entry.token_id, entry.logprob, entry) for entry in sampled),
-        ]
-        texts = [self._texts.text(token_id) for token_id, _, _ in rows]
+        """Lists over the next tokens, of the prompt and sampled; the first has no entry."""
+        texts = [self._texts.text(token_id) for token_id, _ in rows]
         starts = list(accumulate(map(len, texts), initial=self._offset))
         self._offset = starts.pop()
         return {
             "tokens": texts,
-            "token_logprobs": [None if value is None else finite(value) for _, value, _ in rows],
+            "token_logprobs": [
+                None if entry is None else finite(entry.logprob) for _, entry in rows
+            ],
             "top_logprobs": [
                 None if entry is None else self._top(text, entry)
-                for text, (_, _, entry) in zip(texts, rows, strict=True)
+                for text, (_, entry) in zip(texts, rows, strict=True)
             ],
             "text_offset": starts,
         }

@@ -193,16 +193,10 @@ class CompletionRequest(GenerationRequest):
             )
         if self.max_tokens == 0 and not self.echo:
             raise RequestError("max_tokens must be at least 1 without echo: 0", param="max_tokens")
-        if self.echo and self.logprobs:
-            raise RequestError(
-                f"logprobs with echo must be 0 (the token's own): {self.logprobs}",
-                code="unsupported_parameter",
-                param="logprobs",
-            )
         return replace(
             super().sampling(defaults, limits),
             logprobs=self.logprobs,
-            prompt_logprobs=self.echo and self.logprobs is not None,
+            prompt_logprobs=self.logprobs if self.echo else None,
         )
 
 

@@ -19,6 +19,7 @@ from pw.planning.bits_file import write_bits
 from pw.store.artifact import Artifact
 from pw_kernels import dispatch
 from support.engines import open_engine, random_prompt, tight_budget
+from support.logprobs import prompt_values
 
 GREEDY = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
 
@@ -31,7 +32,7 @@ def sampled(seed: int) -> SamplingParams:
         max_tokens=3 + seed % 7,
         ignore_eos=True,
         logprobs=2,
-        prompt_logprobs=True,
+        prompt_logprobs=0,
     )
 
 
@@ -48,7 +49,7 @@ def logprobs(engine: Engine, prompts: list[list[int]], params: list[SamplingPara
             tokens, of_tokens, of_prompt = found[output.request_id]
             tokens += output.token_ids
             of_tokens += [entry.logprob for entry in output.logprobs]
-            of_prompt += output.prompt_logprobs
+            of_prompt += [entry and entry.logprob for entry in output.prompt_logprobs]
     return [found[name] for name in names]
 
 
@@ -88,7 +89,7 @@ def test_neighbours_that_leave_change_nothing(qwen: tuple[Any, Path]) -> None:
 def test_preemption_repeats_no_output_and_counts_no_prompt_twice(qwen: tuple[Any, Path]) -> None:
     budget = tight_budget(qwen[1], 90, "static:4")
     prompts = [random_prompt(40, seed) for seed in range(4)]
-    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, prompt_logprobs=True)
+    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, prompt_logprobs=0)
     expected = open_engine(qwen[1], "static:4").generate(prompts, params)
     engine = open_engine(qwen[1], "static:4", memory_budget=budget)
     completions = engine.generate(prompts, params)
@@ -99,7 +100,7 @@ def test_preemption_repeats_no_output_and_counts_no_prompt_twice(qwen: tuple[Any
         assert completion.token_ids == its.token_ids
         assert completion.text == its.text
         assert len(completion.prompt_logprobs) == 40
-        assert completion.prompt_logprobs[1:] == pytest.approx(its.prompt_logprobs[1:], abs=2e-5)
+        assert prompt_values(completion) == pytest.approx(prompt_values(its), abs=2e-5)
 
 
 def test_min_tokens_holds_ends_and_stop_strings_off(qwen: tuple[Any, Path]) -> None:
@@ -144,7 +145,8 @@ def test_logits_that_are_not_finite_fail_one_request_only(qwen: tuple[Any, Path]
 
     runner.run = poisoned  # type: ignore[method-assign]
     found = engine.generate(prompts, params)
-    assert [found[0], found[2]] == [expected[0], expected[2]]
+    for mine, its in ((found[0], expected[0]), (found[2], expected[2])):
+        assert (mine.token_ids, mine.finish_reason) == (its.token_ids, its.finish_reason)
     assert found[1].finish_reason == "error"
     assert found[1].error == "the model gave logits that are not finite"
     assert found[1].token_ids == expected[1].token_ids[:2]
@@ -278,7 +280,7 @@ def test_every_kernel_backend_gives_the_same_log_probabilities(
 ) -> None:
     """The tensors that the engine hands over, strides and all, suit the GPU's kernels too."""
     _, artifact = qwen
-    params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True, prompt_logprobs=True)
+    params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True, prompt_logprobs=0)
     prompts = [random_prompt(19, 1), random_prompt(3, 2)]
     found = {}
     for backend in ("reference", "triton"):
@@ -295,7 +297,7 @@ def test_every_kernel_backend_gives_the_same_log_probabilities(
         found[backend] = open_engine(artifact, "static:3").generate(prompts, params)
     for mine, expected in zip(found["triton"], found["reference"], strict=True):
         np.testing.assert_allclose(
-            mine.prompt_logprobs[1:], expected.prompt_logprobs[1:], atol=1e-4, rtol=1e-4
+            prompt_values(mine), prompt_values(expected), atol=1e-4, rtol=1e-4
         )
 
 

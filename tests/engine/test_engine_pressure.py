@@ -60,7 +60,7 @@ def test_hundred_squeeze_cycles_end_bit_exact(qwen: tuple[Any, Path]) -> None:
     engine = open_engine(artifact, memory_budget=budget, planner_low_watermark=0.01)
     settle(engine)
     probe = [random_prompt(20, 99)]
-    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, prompt_logprobs=True)
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, prompt_logprobs=0)
     before = engine.generate(probe, params)
     settle(engine)
     free = engine.status().pages_free

@@ -70,7 +70,7 @@ def test_service_goes_on_at_the_old_widths(
     assert status.finished == 6
     assert disk.failed == status.transfer_failures > 0
     # Whatever happened, blocks hold the weights of the width they claim.
-    probe = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=True)
+    probe = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
     events = [json.loads(line) for line in trace.read_text().splitlines()]
     failed = [event for event in events if event["event"] == "failed"]
     assert len(failed) == disk.failed

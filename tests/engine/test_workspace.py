@@ -20,7 +20,7 @@ EVERYTHING = SamplingParams(
     seed=1,
     max_tokens=5,
     ignore_eos=True,
-    prompt_logprobs=True,
+    prompt_logprobs=5,
     logprobs=5,
     min_tokens=2,
 )

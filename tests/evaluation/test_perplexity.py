@@ -3,7 +3,7 @@ from collections import deque
 
 import pytest
 
-from pw.engine.request import EngineStatus, RequestOutput, SamplingParams
+from pw.engine.request import EngineStatus, RequestOutput, SamplingParams, TokenLogprob
 from pw.errors import ConfigError, PwError
 from pw.evaluation.perplexity import cut_chunks, perplexity
 
@@ -18,7 +18,7 @@ class UnigramEngine:
         self.bits = 8.0
 
     def add_request(self, request_id: str, prompt: list[int], params: SamplingParams) -> None:
-        assert params.prompt_logprobs
+        assert params.prompt_logprobs == 0
         self.queue.append((request_id, prompt))
         self.most_in_flight = max(self.most_in_flight, len(self.queue))
 
@@ -27,7 +27,7 @@ class UnigramEngine:
         self.bits -= 1
         if request_id == self.fail_on:
             return [RequestOutput(request_id, finish_reason="error", error="non-finite logits")]
-        logprobs = (None, *(-(token + 1) / 10 for token in prompt[1:]))
+        logprobs = (None, *(TokenLogprob(token, -(token + 1) / 10) for token in prompt[1:]))
         return [
             RequestOutput(
                 request_id, prompt_logprobs=logprobs, finish_reason="length", mean_bits=self.bits

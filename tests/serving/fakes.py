@@ -90,8 +90,8 @@ class FakeEngine:
                 text=(STORY[token] + " ") * new,
                 token_ids=(token,) * new,
                 logprobs=self._logprobs(token, params)[:new],
-                prompt_logprobs=(None, *[-1.5] * (len(prompt) - 1))
-                if params.prompt_logprobs and done == new
+                prompt_logprobs=(None, *(TokenLogprob(token, -1.5) for token in prompt[1:]))
+                if params.prompt_logprobs is not None and done == new
                 else (),
                 finish_reason=("length" if done == limit else "stop") if last else None,
                 prompt_tokens=len(prompt),

@@ -67,13 +67,19 @@ def test_equal_texts_keep_the_likelier():
             return "same"
 
     entry = TokenLogprob(3, -5.0, ((1, -0.5), (2, -0.75)))
-    lists = CompletionLogprobs(TokenTexts(Doubles())).lists((), [entry])
+    lists = CompletionLogprobs(TokenTexts(Doubles())).lists([(3, entry)])
     assert lists["top_logprobs"] == [{"same ": -0.5}]
 
 
 def test_chosen_token_is_in_the_map_and_floor_is_finite():
     entry = TokenLogprob(9, float("nan"), ((1, -0.5), (2, -float("inf"))))
-    lists = CompletionLogprobs(TokenTexts(WordTokenizer())).lists(((0, None), (1, -2.0)), [entry])
+    lists = CompletionLogprobs(TokenTexts(WordTokenizer())).lists(
+        [(0, None), (1, TokenLogprob(1, -2.0)), (9, entry)]
+    )
     assert lists["token_logprobs"] == [None, -2.0, -9999.0]
-    assert lists["top_logprobs"] == [None, None, {"🦊 ": -0.5, "jumps ": -9999.0, "then ": -9999.0}]
+    assert lists["top_logprobs"] == [
+        None,
+        {"🦊 ": -2.0},
+        {"🦊 ": -0.5, "jumps ": -9999.0, "then ": -9999.0},
+    ]
     assert lists["text_offset"] == [0, 4, 6]

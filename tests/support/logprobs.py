@@ -7,19 +7,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pw.engine import Engine
+from pw.engine import Completion, Engine
 from pw.engine.request import SamplingParams
 from support.engines import random_prompt
 
 PROMPTS = [random_prompt(41, 1), random_prompt(8, 2)]
-_ONLY_PROMPT = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, prompt_logprobs=True)
+_ONLY_PROMPT = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, prompt_logprobs=0)
 
 
 def engine_logprobs(engine: Engine) -> Tensor:
     """Of each token of `PROMPTS` but their first ones, given those before it."""
     done = engine.generate(PROMPTS, _ONLY_PROMPT)
     engine.check_integrity()
-    return torch.tensor([value for one in done for value in one.prompt_logprobs[1:]])
+    return torch.cat([torch.tensor(prompt_values(one)) for one in done])
+
+
+def prompt_values(completion: Completion) -> list[float]:
+    """Log-probabilities of a prompt's tokens but the first, which has none."""
+    first, *others = completion.prompt_logprobs
+    assert first is None
+    return [entry.logprob for entry in others if entry is not None]
 
 
 @torch.inference_mode()
