@@ -34,6 +34,7 @@ from pw.engine.request import (
     SamplingParams,
     TokenLogprob,
 )
+from pw.engine.runner import PromptLogits
 from pw.engine.sampling import sample
 from pw.engine.sequence import Chunk, Sequence
 from pw.engine.status import Counters, snapshot
@@ -188,6 +189,13 @@ class Engine:
                 self.abort(name)
             raise
         return [_join(outputs[name]) for name in ids]
+
+    def observe_prompt_logits(self, observer: PromptLogits | None) -> None:
+        """Show the logits of prompt tokens whose log-probabilities are wanted to `observer`.
+
+        It is called in the middle of a step, from the thread that steps.
+        """
+        self._parts.runner.observer = observer
 
     def close(self) -> None:
         """Close the trace."""

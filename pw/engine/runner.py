@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -16,6 +16,9 @@ from pw.engine.sequence import Chunk
 from pw.memory.kv_cache import KvCache
 from pw.models.skeleton import Skeleton
 
+PromptLogits = Callable[[str, int, Tensor], None]
+"""Gets a request's id, the index of the prompt token that row 0 predicts, and logits [n, V]."""
+
 _ONE_THREAD_MULTIPLIES = 32_000_000  # below, waking a second CPU thread costs more than it saves
 
 
@@ -27,6 +30,9 @@ class ModelRunner:
         experts: What its experts modules call.
         kv: Cache that attention writes to and reads from.
         vocabulary: Tokens that have a text.
+
+    Attributes:
+        observer: Sees the logits of scored prompt tokens before they are dropped.
     """
 
     def __init__(
@@ -35,6 +41,7 @@ class ModelRunner:
         skeleton.bind_experts(experts)
         self._skeleton, self._experts, self._kv = skeleton, experts, kv
         self._vocabulary = vocabulary
+        self.observer: PromptLogits | None = None
         weights = skeleton.dense_bytes // skeleton.dtype.itemsize
         on_cpu = skeleton.device.type == "cpu"
         self._one_thread_tokens = _ONE_THREAD_MULTIPLIES // weights if on_cpu else 0
@@ -61,6 +68,8 @@ class ModelRunner:
 
     def _score(self, chunk: Chunk, logits: Tensor) -> list[TokenLogprob]:
         """Log-probabilities of the prompt tokens that follow those of a chunk: logits [n, V]."""
+        if self.observer is not None:
+            self.observer(chunk.sequence.request_id, chunk.start + 1, logits)
         count = chunk.sequence.params.prompt_logprobs or 0
         targets = chunk.sequence.tokens(chunk.start + 1, chunk.start + 1 + len(logits))
         return score(logits, targets, [count] * len(targets), self._vocabulary)
