@@ -9,12 +9,14 @@ from fastapi import FastAPI
 
 from pw import __version__
 from pw.serving.context import ServingConfig, ServingContext
+from pw.serving.control import control_router
 from pw.serving.endpoints import generation_router
 from pw.serving.engine_protocol import AsyncEngineProtocol, TokenizerProtocol
 from pw.serving.errors import install_error_handlers
 from pw.serving.limits import BodyLimit
 from pw.serving.middleware import HttpMetrics, RequestIdentity, RequireKey
 from pw.serving.operations import operations_router
+from pw.serving.tokenization import tokenization_router
 
 
 def create_app(
@@ -43,6 +45,8 @@ def create_app(
     install_error_handlers(app, retry_after=retry_after, on_refusal=context.metrics.rejected)
     app.include_router(generation_router(context))
     app.include_router(operations_router(context))
+    app.include_router(tokenization_router(context))
+    app.include_router(control_router(context))
     # The last one added is the outermost.
     app.add_middleware(BodyLimit, max_bytes=config.limits.max_body_bytes)
     if config.api_keys:

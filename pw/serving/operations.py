@@ -1,4 +1,4 @@
-"""Routes for people, dashboards and gateways: models, health, metrics, status, tokenizer."""
+"""Routes for people, dashboards and gateways: models, health, metrics, status."""
 
 from __future__ import annotations
 
@@ -11,9 +11,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import Response
 
 from pw import __version__
-from pw.errors import RequestError
 from pw.serving.context import ServingContext
-from pw.serving.schemas import DetokenizeRequest, TokenizeRequest
 from pw.serving.wire import JsonResponse, JsonRoute
 
 
@@ -23,7 +21,6 @@ def operations_router(context: ServingContext) -> APIRouter:
     _add_models(router, context)
     _add_health(router, context)
     _add_status(router, context)
-    _add_tokenizer(router, context)
     return router
 
 
@@ -96,37 +93,3 @@ def _add_status(router: APIRouter, context: ServingContext) -> None:
             "seconds_since_last_step": time.monotonic() - last_step if last_step else None,
         }
         return JsonResponse(body)
-
-    @router.get("/v1/pw/precision")
-    async def precision() -> Response:
-        """Bits by layer and by block, and the plans that led there."""
-        snapshot = context.engine.status()
-        names = ("policy", "mean_bits", "layer_bits", "blocks_by_bits", "plan_history")
-        return JsonResponse({name: getattr(snapshot, name) for name in names})
-
-
-def _add_tokenizer(router: APIRouter, context: ServingContext) -> None:
-    @router.post("/tokenize")
-    async def tokenize(body: TokenizeRequest) -> Response:
-        """Token ids of a text or of a conversation."""
-        if (body.prompt is None) == (body.messages is None):
-            raise RequestError("give either prompt or messages", param="prompt")
-        if body.messages is not None:
-            context.limits.check_messages(len(body.messages))
-            messages = [message.for_template() for message in body.messages]
-            options = {"add_generation_prompt": body.add_generation_prompt}
-            tokens = (await context.encoder.chat(messages, options))[0].token_ids
-        else:
-            tokens = await context.encoder.encode(body.prompt or "", body.add_special_tokens)
-        return JsonResponse(
-            {
-                "count": len(tokens),
-                "max_model_len": context.engine.status().max_model_len,
-                "tokens": tokens,
-            }
-        )
-
-    @router.post("/detokenize")
-    async def detokenize(body: DetokenizeRequest) -> Response:
-        """Text of token ids."""
-        return JsonResponse({"prompt": await context.encoder.decode(body.tokens)})
