@@ -149,6 +149,7 @@ class Engine:
             if parts.quality is not None:
                 parts.quality.after_step(parts.scheduler.running)
             self._step += 1
+            self._counters.count_step(sum(chunk.count for chunk in chunks))
             self._last_step_time = time.monotonic()
         return outputs
 

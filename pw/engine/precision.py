@@ -34,6 +34,7 @@ class Precision(Relief, Protocol):
     bytes_released: int
     bytes_reloaded: int
     transitions: int
+    moves: int  # raises that landed
     plans: int
     failures: int  # transfers that failed; the old width stayed
 
@@ -61,7 +62,7 @@ class FixedPrecision:
 
     pending = False
     history: tuple[dict[str, object], ...] = ()
-    bytes_released = bytes_reloaded = transitions = plans = failures = 0
+    bytes_released = bytes_reloaded = transitions = moves = plans = failures = 0
 
     def release(self, pages: int, reason: str, *, last_resort: bool = False) -> int:
         """See `pw.engine.scheduler.Relief`."""
@@ -96,7 +97,7 @@ class PrecisionBase:
         self._history: deque[dict[str, object]] = deque(maxlen=_HISTORY)
         self._rests_until = np.zeros(table.geometry.blocks, dtype=np.int64)  # turn
         self.bytes_released = self.bytes_reloaded = 0
-        self.transitions = self.plans = self.failures = 0
+        self.transitions = self.moves = self.plans = self.failures = 0
 
     @property
     def pending(self) -> bool:
@@ -164,6 +165,7 @@ class PrecisionBase:
             bits = self._table.commit_raise(index)
             if bits == move.to_bits:
                 self.transitions += 1
+                self.moves += 1
                 self.bytes_reloaded += len(move.pages) * self._page_bytes
             pages = self._pool.free_count - free
             self._log("commit_raise", index, move.from_bits, bits, pages, 0.0, reason)

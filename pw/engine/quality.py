@@ -45,6 +45,11 @@ class Quality:
         self._new_statistics = new_statistics
         self._eta: NDArray[np.float64] | None = None
 
+    @property
+    def experts_never_routed(self) -> int:
+        """Experts, of all layers, that no token has been routed to since the start."""
+        return self._routing.never_routed
+
     def statistics(self) -> PromptStatistics | None:
         """Statistics for a new sequence, or None when nothing is wanted of its prompt."""
         return None if self._new_statistics is None else self._new_statistics()

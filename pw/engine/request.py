@@ -197,6 +197,10 @@ class EngineStatus:
     plans_by_trigger: dict[str, int] = field(default_factory=dict)
     plan_seconds_total: float = 0.0
     move_seconds_total: float = 0.0  # during which planes were under way
+    moves: int = 0  # raises that landed
+    experts_never_routed: int | None = None  # since the start; None: nobody counts
+    steps_by_tokens: dict[int, int] = field(default_factory=dict)  # most tokens (2^n) -> steps
+    step_tokens: int = 0  # of all steps
     prefix_cache_queries: int = 0  # prompt tokens looked up
     prefix_cache_hits: int = 0  # ... and found
     nonfinite: int = 0  # requests failed by logits that were not finite

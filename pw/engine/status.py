@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import collections
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from pw.config import EngineConfig
 from pw.engine.build import Parts
@@ -20,6 +20,13 @@ class Counters:
     prompt_tokens: int = 0
     generation_tokens: int = 0
     bytes_over_budget: int = 0
+    steps_by_tokens: collections.Counter[int] = field(default_factory=collections.Counter)
+    step_tokens: int = 0
+
+    def count_step(self, tokens: int) -> None:
+        """Count a forward step of so many tokens, under the next power of two."""
+        self.steps_by_tokens[1 << (tokens - 1).bit_length()] += 1
+        self.step_tokens += tokens
 
     def count(self, reason: FinishReason) -> None:
         """Count the end of a request."""
@@ -90,6 +97,10 @@ def snapshot(
         bytes_reloaded=precision.bytes_reloaded,
         bytes_released=precision.bytes_released,
         transitions=precision.transitions,
+        moves=precision.moves,
+        experts_never_routed=None if parts.quality is None else parts.quality.experts_never_routed,
+        steps_by_tokens=dict(counters.steps_by_tokens),
+        step_tokens=counters.step_tokens,
         plans=precision.plans,
         transfer_failures=precision.failures,
         bytes_over_budget=counters.bytes_over_budget,

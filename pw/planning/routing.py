@@ -59,6 +59,7 @@ class RoutingStats:
         self.window, self.prior = float(window), float(prior)
         self.tokens = 0.0  # decayed count
         self._sums = np.zeros(shape)
+        self._seen = np.zeros(shape, dtype=bool)
         uniform = np.full(shape, 1.0 / experts)
         self._offline = uniform if offline is None else _shares(_clean(offline), uniform)
 
@@ -73,8 +74,15 @@ class RoutingStats:
         if tokens <= 0:
             return
         decay = math.exp(-tokens / self.window)
-        self._sums = self._sums * decay + _clean(mass_sums)
+        new = _clean(mass_sums)
+        self._sums = self._sums * decay + new
+        self._seen |= new > 0
         self.tokens = self.tokens * decay + tokens
+
+    @property
+    def never_routed(self) -> int:
+        """Experts, of all layers, that no token has gone to since the start."""
+        return int((~self._seen).sum())
 
     @property
     def offline(self) -> FloatArray:
