@@ -95,7 +95,7 @@ class TorchExperts:
         self, slot: int, expert: int, tokens: Tensor, weights: Tensor, inputs: Tensor
     ) -> ExpertCall:
         gate_up = self.linear(slot, expert, "gate_up", inputs)
-        hidden = _activate(gate_up, self._activations[slot])
+        hidden = activate(gate_up, self._activations[slot])
         output = self.linear(slot, expert, "down", hidden)
         call = ExpertCall(slot, expert, tokens, weights, inputs, gate_up, hidden, output)
         if self.observer is not None:
@@ -127,8 +127,8 @@ class _Linear(torch.autograd.Function):
         return gradients[0] @ ctx.saved_tensors[0].float(), None, None
 
 
-def _activate(gate_up: Tensor, activation: Activation) -> Tensor:
-    """[n, 2I] -> [n, I]."""
+def activate(gate_up: Tensor, activation: Activation) -> Tensor:
+    """A gated activation of rows [n, 2I], gate first: [n, I]."""
     if callable(activation):
         return activation(gate_up)
     gate, up = gate_up.chunk(2, dim=-1)

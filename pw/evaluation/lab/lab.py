@@ -1,0 +1,115 @@
+"""Negative log-likelihood and divergence from the unquantized model, window by window.
+
+Each window is a context of its own. Its tokens from `scored` on are predicted (the first never is),
+as in `pw.evaluation.perplexity`, so that both give the same perplexity.
+
+Axes: P windows, S tokens of a window, H hidden, V vocabulary, n blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from pw.evaluation.lab.model import Bits, LabModel, Memo
+
+Floats = NDArray[np.float64]
+_ROWS = 512  # positions whose log-probabilities are in memory at a time
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Means over the scored tokens of each window, in nats per token."""
+
+    nll: Floats  # [P] negative log-probability of the text
+    kl: Floats  # [P] divergence of the next-token distribution from the unquantized model's
+
+    @property
+    def perplexity(self) -> float:
+        """Of all windows, each with the same weight."""
+        return float(np.exp(self.nll.mean()))
+
+    def excess(self, dense: Scores) -> Floats:
+        """Rise [P] of the loss over the unquantized model's."""
+        return np.asarray(self.nll - dense.nll)
+
+
+@dataclass(frozen=True)
+class Window:
+    """One context."""
+
+    ids: Tensor  # [S] int64
+    scored: int = 1  # first token that counts
+
+
+class Lab:
+    """Scores allocations on a fixed set of windows.
+
+    Args:
+        model: Runs them.
+        windows: Token ids; a plain tensor is scored from its second token on.
+    """
+
+    def __init__(self, model: LabModel, windows: Iterable[Tensor | Window]) -> None:
+        self.model = model
+        self.windows = [w if isinstance(w, Window) else Window(w) for w in windows]
+        self._references: list[Tensor] = []  # [S - scored, V] fp16 of each window
+        self._starts = [Memo() for _ in self.windows]  # of the part that no block can change
+        self._dense: list[float] = []
+
+    @property
+    def dense(self) -> Scores:
+        """The unquantized model."""
+        self._ensure_reference()
+        return Scores(np.array(self._dense), np.zeros(len(self._dense)))
+
+    def score(self, bits: Bits | Sequence[Bits]) -> Scores:
+        """Score one allocation [n], or one for each window [P, n].
+
+        Weights change between windows only, as an engine changes them between steps.
+        """
+        table = np.asarray(bits, dtype=np.int64)
+        if table.ndim == 1:
+            table = np.broadcast_to(table, (len(self.windows), len(table)))
+        if len(table) != len(self.windows):
+            raise ValueError(f"{len(table)} allocations for {len(self.windows)} windows")
+        self._ensure_reference()
+        pairs = []
+        for place, window in enumerate(self.windows):
+            self.model.hold(table[place])
+            pairs.append(self.compare(place, self._run(place, window)))
+        nll, kl = np.array(pairs, dtype=np.float64).T
+        return Scores(nll, kl)
+
+    @torch.no_grad()
+    def compare(self, place: int, logits: Tensor) -> tuple[float, float]:
+        """Mean loss and divergence of one window from its logits [S - scored, V]."""
+        window, reference = self.windows[place], self._references[place]
+        targets = window.ids[window.scored :].to(logits.device)
+        nll = kl = 0.0
+        for rows in torch.split(torch.arange(len(targets)), _ROWS):
+            got = logits[rows].log_softmax(-1)
+            expected = reference[rows].float()
+            nll -= float(got.gather(1, targets[rows, None]).double().sum())
+            kl += float(torch.linalg.vecdot(expected.exp(), expected - got).double().sum())
+        return nll / len(targets), kl / len(targets)
+
+    @torch.no_grad()
+    def _run(self, place: int, window: Window) -> Tensor:
+        return self.model.logits(window.ids, window.scored - 1, self._starts[place])
+
+    @torch.no_grad()
+    def _ensure_reference(self) -> None:
+        if self._references:
+            return
+        self.model.hold(self.model.unquantized())
+        for place, window in enumerate(self.windows):
+            own = self._run(place, window).log_softmax(-1)
+            targets = window.ids[window.scored :].to(own.device)
+            self._dense.append(-float(own.gather(1, targets[:, None]).double().mean()))
+            self._references.append(own.half())
