@@ -47,6 +47,7 @@ class Parts:
     """What an engine is made of."""
 
     model_name: str
+    artifact_hash: str
     stated_model_len: int  # tokens that the model, or the user, states as the limit
     skeleton: Skeleton
     tokenizer: Tokenizer
@@ -114,6 +115,7 @@ def build_parts(path: Path, config: EngineConfig) -> Parts:
     tokenizer = load_tokenizer(path)
     return Parts(
         model_name=artifact.manifest.model.name,
+        artifact_hash=artifact.artifact_hash,
         stated_model_len=demand.max_model_len,
         skeleton=skeleton,
         tokenizer=tokenizer,
@@ -200,6 +202,7 @@ def _demand(
         stored_bits=(artifact.min_bits, artifact.max_bits),
         max_model_len=stated,
         max_num_seqs=config.max_num_seqs,
+        chunk_tokens=config.max_num_batched_tokens,
         page_bytes=config.page_bytes,
     )
 

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pw.engine.build import Parts
-from pw.memory.pool import FREE
+from pw.memory.pool import FREE, IDLE
 
 KINDS = "01234567LMKF"  # planes 0 to 7, LUTs, pages of raises under way, KV, free
 _LUT, _MOVING, _KV, _FREE = range(8, 12)
@@ -42,7 +42,7 @@ def page_map(parts: Parts, cells: int = CELLS) -> dict[str, Any]:
 def _labels(parts: Parts) -> NDArray[np.uint8]:
     """[P] the kind of each page."""
     owner = parts.pool.owner
-    labels = np.where(owner == FREE, _FREE, _KV).astype(np.uint8)
+    labels = np.where((owner == FREE) | (owner == IDLE), _FREE, _KV).astype(np.uint8)
     if parts.table is not None:
         parts.table.label_pages(labels, lut=_LUT, moving=_MOVING)
     return labels

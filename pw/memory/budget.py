@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from pw.blocks import MODULES, ExpertGeometry
 from pw.errors import BudgetError
 from pw.memory.arena import choose_page_bytes
-from pw.memory.kv_cache import token_bytes
+from pw.memory.kv_layout import group_shapes, peak_pages, token_bytes
 from pw.memory.layout import BlockLayout, choose_base_bits
 from pw.models.geometry import KvGeometry
 from pw_kernels.bitplane import padded_cols, padded_rows
@@ -68,6 +68,7 @@ class Demand:
     stored_bits: tuple[int, int]  # least and most bits in the artifact
     max_model_len: int
     max_num_seqs: int
+    chunk_tokens: int  # tokens of one step at most
     page_bytes: int | None = None
 
 
@@ -193,8 +194,8 @@ def _weight_pages(layouts: tuple[BlockLayout, BlockLayout], bits: NDArray[np.int
 
 
 def _kv_pages(demand: Demand, page: int, tokens: int) -> int:
-    per_page = [page // token_bytes(layer, demand.kv_dtype) for layer in demand.kv.stored]
-    return sum(-(-tokens // count) for count in per_page)
+    """Most pages that a sequence of this length holds at once."""
+    return peak_pages(group_shapes(demand.kv, demand.kv_dtype, page), tokens, demand.chunk_tokens)
 
 
 def _workspace(demand: Demand, tokens: int) -> int:
@@ -202,8 +203,10 @@ def _workspace(demand: Demand, tokens: int) -> int:
 
 
 def _kv_table_bytes(demand: Demand, page: int, tokens: int) -> int:
-    """Block tables, and the copy of them that a step reads."""
-    return 2 * demand.max_num_seqs * _kv_pages(demand, page, tokens) * 4
+    """Block tables, a column for each page ever held, and the copy of them that a step reads."""
+    groups = group_shapes(demand.kv, demand.kv_dtype, page)
+    columns = sum(len(group.layers) * group.blocks(tokens) for group in groups)
+    return 2 * demand.max_num_seqs * columns * 4
 
 
 def _weight_table_bytes(geometry: ExpertGeometry, layouts: tuple[BlockLayout, BlockLayout]) -> int:

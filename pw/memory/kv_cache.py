@@ -4,12 +4,14 @@ A KV page holds keys, then values, of ONE layer for a few tokens:
 
     | K [tok, Hkv, Dk] | V [tok, Hkv, Dv] | slack |      tok = page_bytes // bytes of a token
 
-Layers with equal `tok` form a group; a group takes one page per layer each time its sequences grow
-by `tok` tokens. Layers that share another layer's KV store nothing.
+Which layers form a group, and what a unit is: `pw.memory.kv_layout`. Layers that share another
+layer's KV store nothing. Pages of a sequence are its own until a unit is full and entered into the
+prefix cache; from then on they are shared, and still in its block table.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -18,35 +20,53 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pw.memory.arena import Arena
+from pw.memory.kv_layout import (
+    GroupShape,
+    LayerPages,
+    first_unit,
+    group_shapes,
+    layer_pages,
+    peak_blocks,
+    peak_pages,
+    unit_tokens,
+)
 from pw.memory.pool import PagePool
-from pw.models.geometry import KvGeometry, KvLayer
-
-
-@dataclass(frozen=True)
-class LayerPages:
-    """Views of the whole arena as KV pages of one layer, addressed by page id."""
-
-    keys: Tensor  # [P, tok, Hkv, Dk]
-    values: Tensor  # [P, tok, Hkv, Dv]
+from pw.memory.prefix_cache import (
+    Part,
+    PrecisionTag,
+    PrefixCache,
+    PrefixChain,
+    PrefixEntry,
+    PrefixMatch,
+)
+from pw.models.geometry import KvGeometry
 
 
 @dataclass
 class _Group:
-    """Layers with the same page geometry. `table[row, i]` = pages of layer `layers[i]`."""
+    """Layers with the same page geometry. `table[row, i]` = pages of layer `shape.layers[i]`."""
 
-    tokens_per_page: int
-    layers: list[int]
+    shape: GroupShape
+    unit_blocks: int  # pages of one layer in a unit
     table: NDArray[np.int32]  # [rows, layers, blocks], -1 = no page
+
+    def pages(self, row: int, first: int, end: int) -> list[int]:
+        """Pages of blocks first..end-1 of a sequence, layer by layer."""
+        pages: list[int] = self.table[row, :, first:end].reshape(-1).tolist()
+        return pages
 
 
 @dataclass
 class KvSequence:
-    """Pages of one sequence. `row` is its row in the block tables."""
+    """What one sequence holds. `row` is its row in the block tables."""
 
     row: int
     owner: int
-    pages: list[int] = field(default_factory=list)
-    blocks: list[int] = field(default_factory=list)  # blocks held, per group
+    blocks: list[int]  # end of the blocks held, per group
+    first: list[int]  # units that a window has left behind, per group
+    units: list[PrefixEntry | None] = field(default_factory=list)  # full ones; None = its own
+    tag: PrecisionTag | None = None  # widths at which its KV was computed
+    note: object = None  # goes into the entries of its units
 
 
 @dataclass(frozen=True)
@@ -60,13 +80,16 @@ class GroupBatch:
 class KvCache:
     """KV pages of up to `max_sequences` sequences.
 
-    Attributes:
-        used_pages: Pages that sequences hold.
-
     Args:
         geometry: KV heads and head sizes of each layer.
         dtype: Of keys and values.
-        first_owner: Owner numbers from here on are sequences.
+        first_owner: Owner numbers from here on are sequences, the last one the prefix cache.
+        chunk_tokens: Tokens of a sequence in one step at most; None = `max_tokens`.
+        prefix_rule: Which units may be used again (see `PrefixCache`); None = there is no cache.
+
+    Attributes:
+        unit: Tokens of a unit.
+        prefix: The prefix cache, if there is one.
     """
 
     def __init__(
@@ -78,38 +101,60 @@ class KvCache:
         max_sequences: int,
         max_tokens: int,
         first_owner: int,
+        *,
+        chunk_tokens: int | None = None,
+        prefix_rule: str | None = None,
     ) -> None:
         self._arena, self._pool, self._first_owner = arena, pool, first_owner
+        self._chunk = max_tokens if chunk_tokens is None else chunk_tokens
         self._rows = list(range(max_sequences - 1, -1, -1))
         self._groups: list[_Group] = []
         self._where: dict[int, tuple[int, int]] = {}  # layer -> (group, position)
         self._views: dict[int, LayerPages] = {}
         self.sequences: dict[int, KvSequence] = {}  # by row
-        self.used_pages = 0
-        by_tokens: dict[int, list[KvLayer]] = {}
-        for layer in geometry.stored:
-            tokens = arena.page_bytes // token_bytes(layer, dtype)
-            by_tokens.setdefault(tokens, []).append(layer)
-        for tokens, layers in by_tokens.items():
-            blocks = -(-max_tokens // tokens)
-            table = np.full((max_sequences, len(layers), blocks), -1, dtype=np.int32)
-            for position, layer in enumerate(layers):
+        self._own_pages = 0
+        self._shapes = group_shapes(geometry, dtype, arena.page_bytes)
+        self.unit = unit_tokens(self._shapes)
+        for shape in self._shapes:
+            table = np.full(
+                (max_sequences, len(shape.layers), shape.blocks(max_tokens)), -1, dtype=np.int32
+            )
+            for position, layer in enumerate(shape.layers):
                 self._where[layer.layer] = (len(self._groups), position)
-                self._views[layer.layer] = _views(arena, layer, dtype, tokens)
-            self._groups.append(_Group(tokens, [layer.layer for layer in layers], table))
+                self._views[layer.layer] = layer_pages(arena, layer, dtype, shape.tokens_per_page)
+            self._groups.append(_Group(shape, self.unit // shape.tokens_per_page, table))
+        self.prefix: PrefixCache | None = None
+        if prefix_rule is not None:
+            owner = first_owner + max_sequences
+            self.prefix = PrefixCache(pool, self._shapes, self.unit, owner, prefix_rule)
 
     # -- counting --------------------------------------------------------------------------
 
+    @property
+    def used_pages(self) -> int:
+        """Pages that sequences hold, shared ones once."""
+        return self._own_pages + (0 if self.prefix is None else self.prefix.used_pages)
+
     def pages_for_tokens(self, tokens: int) -> int:
-        """Pages that a sequence of this length holds over all layers."""
-        return sum(len(g.layers) * -(-tokens // g.tokens_per_page) for g in self._groups)
+        """Most pages that a sequence holds at once, over all layers, on its way to a length."""
+        return peak_pages(self._shapes, tokens, self._chunk)
 
     def pages_to_grow(self, sequence: KvSequence, tokens: int) -> int:
         """Pages that a sequence still needs to hold `tokens` tokens."""
         return sum(
-            len(group.layers) * max(0, -(-tokens // group.tokens_per_page) - held)
+            len(group.shape.layers) * max(0, group.shape.blocks(tokens) - held)
             for group, held in zip(self._groups, sequence.blocks, strict=True)
         )
+
+    def pages_ahead(self, sequence: KvSequence, tokens: int) -> int:
+        """Pages that a sequence will hold at most on its way to `tokens` tokens, beyond its own."""
+        pages = 0
+        for number, group in enumerate(self._groups):
+            held = sequence.blocks[number] - sequence.first[number] * group.unit_blocks
+            growth = group.shape.blocks(tokens) - sequence.blocks[number]
+            peak = peak_blocks(group.shape, tokens, self._chunk, self.unit)
+            pages += len(group.shape.layers) * max(0, min(growth, peak - held))
+        return pages
 
     @property
     def table_bytes(self) -> int:
@@ -118,12 +163,34 @@ class KvCache:
 
     # -- allocating ------------------------------------------------------------------------
 
-    def open(self) -> KvSequence:
-        """Start a sequence without pages. The caller keeps within `max_sequences`."""
-        row = self._rows.pop()
-        sequence = KvSequence(row, self._first_owner + row, blocks=[0] * len(self._groups))
+    def open(self, match: PrefixMatch | None = None) -> KvSequence:
+        """Start a sequence, with the pages of the prefix that was found for it.
+
+        The caller keeps within `max_sequences`.
+        """
+        row, empty = self._rows.pop(), [0] * len(self._groups)
+        sequence = KvSequence(row, self._first_owner + row, list(empty), list(empty))
         self.sequences[row] = sequence
+        if match is not None and match.entries:
+            self._join(sequence, match)
         return sequence
+
+    def _join(self, sequence: KvSequence, match: PrefixMatch) -> None:
+        assert self.prefix is not None
+        count = len(match.entries)
+        sequence.units = list(match.entries)
+        sequence.tag, sequence.note = match.entries[-1].tag, match.entries[-1].note
+        sequence.first = list(match.first)
+        sequence.blocks = [count * group.unit_blocks for group in self._groups]
+        for number, group in enumerate(self._groups):
+            for unit in range(match.first[number], count):
+                part = match.entries[unit].parts[number]
+                assert part is not None
+                self.prefix.use(part)
+                start = unit * group.unit_blocks
+                group.table[sequence.row, :, start : start + group.unit_blocks] = np.reshape(
+                    part.pages, (len(group.shape.layers), -1)
+                )
 
     def grow(self, sequence: KvSequence, tokens: int) -> None:
         """Give a sequence the pages to hold `tokens` tokens.
@@ -135,33 +202,114 @@ class KvCache:
         if count == 0:
             return
         pages = self._pool.take(count, sequence.owner)
-        sequence.pages += pages
-        self.used_pages += count
+        self._own_pages += count
         taken = 0
         for number, group in enumerate(self._groups):
-            held, wanted = sequence.blocks[number], -(-tokens // group.tokens_per_page)
+            held, wanted = sequence.blocks[number], group.shape.blocks(tokens)
             if wanted <= held:
                 continue
-            size = (wanted - held) * len(group.layers)
+            layers = len(group.shape.layers)
+            size = (wanted - held) * layers
             chunk = np.array(pages[taken : taken + size], dtype=np.int32)
-            group.table[sequence.row, :, held:wanted] = chunk.reshape(len(group.layers), -1)
+            group.table[sequence.row, :, held:wanted] = chunk.reshape(layers, -1)
             sequence.blocks[number] = wanted
             taken += size
 
-    def close(self, sequence: KvSequence) -> int:
-        """Free all pages of a sequence.
+    def slide(self, sequence: KvSequence, computed: int) -> None:
+        """Let go of units that no token from position `computed` on can see."""
+        for number, group in enumerate(self._groups):
+            if group.shape.window is None:
+                continue
+            first = first_unit(group.shape.window, computed, self.unit)
+            for unit in range(sequence.first[number], first):
+                self._let_go(sequence, number, unit)
+            sequence.first[number] = max(first, sequence.first[number])
 
-        Returns:
-            Pages freed.
+    def close(self, sequence: KvSequence, *, keep: bool = True) -> None:
+        """End a sequence. Its pages are free; what the prefix cache knows of them may stay idle.
+
+        Args:
+            sequence: The sequence.
+            keep: False where its KV may be wrong: nobody finds its units again.
         """
-        freed = len(sequence.pages)
-        self._pool.give_back(sequence.pages, sequence.owner)
+        if not keep and self.prefix is not None:
+            for entry in sequence.units:
+                if entry is not None:
+                    self.prefix.forget(entry)
+        # Last units first: one without those before it is of no use, so it is to go before them.
+        ends = [
+            -(-held // group.unit_blocks)
+            for held, group in zip(sequence.blocks, self._groups, strict=True)
+        ]
+        for unit in reversed(range(max(ends, default=0))):
+            for number, end in enumerate(ends):
+                if sequence.first[number] <= unit < end:
+                    self._let_go(sequence, number, unit)
         for group in self._groups:
             group.table[sequence.row] = -1
         del self.sequences[sequence.row]
-        self.used_pages -= freed
         self._rows.append(sequence.row)
-        return freed
+
+    def _let_go(self, sequence: KvSequence, number: int, unit: int) -> None:
+        """Give up the pages of one unit, or what there is of it, in one group."""
+        part = self._part(sequence, number, unit)
+        if part is not None:
+            assert self.prefix is not None
+            self.prefix.leave(part)
+        else:
+            pages = self._unit_pages(sequence, number, unit)
+            self._pool.give_back(pages, sequence.owner)
+            self._own_pages -= len(pages)
+        blocks = self._groups[number].unit_blocks
+        self._groups[number].table[sequence.row, :, unit * blocks : (unit + 1) * blocks] = -1
+
+    def _unit_pages(self, sequence: KvSequence, number: int, unit: int) -> list[int]:
+        group = self._groups[number]
+        start = unit * group.unit_blocks
+        end = min(start + group.unit_blocks, sequence.blocks[number])
+        return group.pages(sequence.row, start, end)
+
+    @staticmethod
+    def _part(sequence: KvSequence, number: int, unit: int) -> Part | None:
+        """The shared pages of a unit in one group; None where they are the sequence's own."""
+        entry = sequence.units[unit] if unit < len(sequence.units) else None
+        return None if entry is None else entry.parts[number]
+
+    # -- sharing ---------------------------------------------------------------------------
+
+    def record(
+        self, sequence: KvSequence, computed: int, chain: PrefixChain, tag: PrecisionTag
+    ) -> None:
+        """Take note that tokens up to `computed` are stored: their units can be used again.
+
+        Args:
+            sequence: The sequence.
+            computed: Tokens stored.
+            chain: Its digests, of at least that many tokens.
+            tag: Widths of the experts in the step that has just ended.
+        """
+        if self.prefix is None:
+            return
+        sequence.tag = tag if sequence.tag is None else sequence.tag.merged(tag)
+        for unit in range(len(sequence.units), computed // self.unit):
+            parts = [
+                None if first > unit else self._unit_pages(sequence, number, unit)
+                for number, first in enumerate(sequence.first)
+            ]
+            entry = None
+            if self.prefix.wants(chain.digests[unit], sequence.tag, parts):
+                entry = self.prefix.enter(
+                    chain.digests[unit], sequence.tag, sequence.note, parts, sequence.owner
+                )
+                self._own_pages -= sum(len(pages) for pages in parts if pages)
+            sequence.units.append(entry)
+
+    def annotate(self, sequence: KvSequence, note: object) -> None:
+        """Leave a note with all units of a sequence, those to come too, where none has been."""
+        sequence.note = note
+        for entry in sequence.units:
+            if entry is not None and entry.note is None:
+                entry.note = note
 
     # -- reading and writing ---------------------------------------------------------------
 
@@ -191,8 +339,8 @@ class KvCache:
         device = self._arena.pages.device
         batches = []
         for group in self._groups:
-            size = group.tokens_per_page
-            tables = group.table[rows, :, : -(-longest // size)].transpose(1, 0, 2)
+            size = group.shape.tokens_per_page
+            tables = group.table[rows, :, : group.shape.blocks(longest)].transpose(1, 0, 2)
             tables = np.ascontiguousarray(tables)
             pages = tables[:, token_sequence, positions // size]
             # NumPy lays out what it picks as it likes: kernels want the slots of a layer together.
@@ -202,43 +350,36 @@ class KvCache:
             )
         return batches
 
+    # -- checking --------------------------------------------------------------------------
+
     def check_integrity(self) -> None:
-        """Each sequence owns exactly the pages in its block tables.
+        """Each sequence owns exactly the pages in its block tables that it does not share.
 
         Raises:
             AssertionError: The books and the pool disagree.
         """
+        own, used = 0, []
         for row, sequence in self.sequences.items():
-            listed = [
-                int(page)
-                for number, group in enumerate(self._groups)
-                for page in group.table[row, :, : sequence.blocks[number]].reshape(-1)
-            ]
-            if sorted(listed) != sorted(sequence.pages):
-                raise AssertionError(f"sequence in row {row}: block table and page list disagree")
-            if not (self._pool.owner[sequence.pages] == sequence.owner).all():
-                raise AssertionError(f"sequence in row {row}: pages of another owner")
+            for number, unit in self._held(sequence):
+                pages = self._unit_pages(sequence, number, unit)
+                part = self._part(sequence, number, unit)
+                if part is not None:
+                    used.append(part)
+                    if part.pages != pages:
+                        raise AssertionError(f"sequence in row {row}: not the pages of its prefix")
+                elif not (self._pool.owner[pages] == sequence.owner).all():
+                    raise AssertionError(f"sequence in row {row}: pages of another owner")
+                else:
+                    own += len(pages)
+        if self.prefix is not None:
+            self.prefix.check_integrity(used)
         owned = int((self._pool.owner >= self._first_owner).sum())
-        listed_pages = sum(len(sequence.pages) for sequence in self.sequences.values())
-        if not owned == listed_pages == self.used_pages:
+        if own != self._own_pages or owned != self.used_pages:
             raise AssertionError(f"{owned} KV pages in the pool, {self.used_pages} in sequences")
 
-
-def token_bytes(layer: KvLayer, dtype: torch.dtype) -> int:
-    """Bytes of keys and values of one token in one layer."""
-    return layer.width * dtype.itemsize
-
-
-def _views(arena: Arena, layer: KvLayer, dtype: torch.dtype, tokens: int) -> LayerPages:
-    flat = arena.as_dtype(dtype)
-    pages, stride = flat.shape
-    k_row, v_row = layer.kv_heads * layer.k_dim, layer.kv_heads * layer.v_dim
-    keys = flat.as_strided(
-        (pages, tokens, layer.kv_heads, layer.k_dim), (stride, k_row, layer.k_dim, 1)
-    )
-    values = flat.as_strided(
-        (pages, tokens, layer.kv_heads, layer.v_dim),
-        (stride, v_row, layer.v_dim, 1),
-        tokens * k_row,
-    )
-    return LayerPages(keys, values)
+    def _held(self, sequence: KvSequence) -> Iterator[tuple[int, int]]:
+        """(group, unit) of all that a sequence holds."""
+        for number, group in enumerate(self._groups):
+            end = -(-sequence.blocks[number] // group.unit_blocks)
+            for unit in range(sequence.first[number], end):
+                yield number, unit

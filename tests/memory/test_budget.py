@@ -58,6 +58,7 @@ def demand(geometry: ExpertGeometry, kv: list[KvLayer], low: int = 2, high: int 
         stored_bits=(2, 8),
         max_model_len=8192,
         max_num_seqs=64,
+        chunk_tokens=512,
     )
 
 

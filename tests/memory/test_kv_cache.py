@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from pw.memory.arena import Arena
-from pw.memory.kv_cache import KvCache, token_bytes
+from pw.memory.kv_cache import KvCache, KvSequence
+from pw.memory.kv_layout import token_bytes
 from pw.memory.pool import OutOfPagesError, PagePool
 from pw.models.geometry import KvGeometry, KvLayer
 from pw_kernels.dispatch import paged_attention, write_kv
@@ -26,6 +27,12 @@ def make(pages: int = 30, max_tokens: int = 64, rows: int = 3) -> tuple[KvCache,
     return KvCache(KvGeometry(LAYERS), torch.float32, arena, pool, rows, max_tokens, 100), pool
 
 
+def held(kv: KvCache, sequence: KvSequence) -> list[list[int]]:
+    """Pages in the block tables of a sequence, by group."""
+    tables = [group.table[sequence.row].reshape(-1).tolist() for group in kv._groups]
+    return [[page for page in table if page >= 0] for table in tables]
+
+
 def test_pages_are_counted_per_layer_by_its_own_tokens() -> None:
     kv, _ = make()
     assert [token_bytes(layer, torch.float32) for layer in LAYERS[:3]] == [256, 256, 512]
@@ -42,11 +49,11 @@ def test_block_tables_hold_exactly_the_pages_taken_in_order() -> None:
     assert (a.row, b.row, a.owner, b.owner) == (0, 1, 100, 101)
     kv.grow(a, 9)
     # The pool hands its last pages out first; group by group, layer by layer.
-    assert a.pages == [3, 2, 1, 0]
+    assert held(kv, a) == [[3, 2], [1, 0]]
     kv.grow(b, 4)
     kv.grow(a, 18)
-    assert b.pages == [6, 5, 4]
-    assert a.pages == [3, 2, 1, 0, 9, 8, 7]
+    assert held(kv, b) == [[6, 5], [4]]
+    assert held(kv, a) == [[3, 9, 2, 8], [1, 0, 7]]
     rows = np.array([a.row, b.row])
     batch = kv.batch(rows, np.array([0, 0, 1]), np.array([16, 17, 3]), 18)
     small, large = (group.block_tables.tolist() for group in batch)
@@ -57,7 +64,7 @@ def test_block_tables_hold_exactly_the_pages_taken_in_order() -> None:
                      [[7 * 8, 7 * 8 + 1, 4 * 8 + 3]]]  # fmt: skip
     assert all(group.slots.is_contiguous() for group in batch)
     assert (kv.place(0), kv.place(1), kv.place(2)) == ((0, 0), (0, 1), (1, 0))
-    assert kv.close(a) == 7
+    kv.close(a)
     assert pool.free_count == 30 - 3
     assert kv.open().row == a.row
     kv.check_integrity()
@@ -69,7 +76,7 @@ def test_growth_beyond_the_free_pages_changes_nothing() -> None:
     kv.grow(sequence, 8)
     with pytest.raises(OutOfPagesError, match="4 pages asked for, 2 free"):
         kv.grow(sequence, 17)
-    assert (len(sequence.pages), kv.used_pages, pool.free_count) == (3, 3, 2)
+    assert (sequence.blocks, kv.used_pages, pool.free_count) == ([1, 1], 3, 2)
     kv.check_integrity()
 
 
@@ -93,7 +100,7 @@ def test_views_of_layers_share_the_arena_without_overlap() -> None:
         k, v = expected[layer.layer]
         assert torch.equal(pages.keys[slots // size, slots % size], k)
         assert torch.equal(pages.values[slots // size, slots % size], v)
-    used = sorted(sequence.pages)
+    used = [page for pages in held(kv, sequence) for page in pages]
     untouched = [page for page in range(pool.num_pages) if page not in used]
     assert not kv.layer_pages(0).keys[untouched].any()
 
@@ -129,11 +136,49 @@ def test_integrity_notices_foreign_and_lost_pages() -> None:
     kv, pool = make()
     sequence = kv.open()
     kv.grow(sequence, 4)
-    pool.owner[sequence.pages[0]] = 7
+    page = held(kv, sequence)[0][0]
+    pool.owner[page] = 7
     with pytest.raises(AssertionError, match="pages of another owner"):
         kv.check_integrity()
-    pool.owner[sequence.pages[0]] = sequence.owner
+    pool.owner[page] = sequence.owner
     kv.check_integrity()
-    sequence.pages.append(sequence.pages[0])
-    with pytest.raises(AssertionError, match="block table and page list disagree"):
+    pool.owner[29] = sequence.owner
+    with pytest.raises(AssertionError, match="4 KV pages in the pool, 3 in sequences"):
         kv.check_integrity()
+
+
+def test_pages_left_of_a_window_are_free_for_others() -> None:
+    """Two sliding layers see 6 tokens and slide by units of 16; the full layer keeps everything."""
+    kv, pool = make(rows=1)
+    sequence = kv.open()
+    for computed in range(0, 64, 4):  # in chunks of four
+        kv.slide(sequence, computed)
+        kv.grow(sequence, computed + 4)
+        kv.check_integrity()
+        sliding, full = held(kv, sequence)
+        left = max(0, computed - 5) // 16  # units that position `computed` cannot see
+        assert len(sliding) == 2 * (-(-(computed + 4) // 16) - left)
+        assert len(full) == -(-(computed + 4) // 8)
+    assert kv.used_pages == 2 + 8
+    kv.close(sequence)
+    assert pool.free_count == 30
+    kv.check_integrity()
+
+
+@pytest.mark.parametrize("chunk", [1, 4, 16, 64])
+def test_peak_counts_what_a_growing_sequence_holds_at_most(chunk: int) -> None:
+    arena, pool = Arena(30, 4096, torch.device("cpu")), PagePool(30)
+    kv = KvCache(KvGeometry(LAYERS), torch.float32, arena, pool, 1, 64, 100, chunk_tokens=chunk)
+    for length in (1, 17, 40, 64):
+        sequence, most, ahead = kv.open(), 0, 0
+        for computed in range(0, length, chunk):
+            kv.slide(sequence, computed)
+            ahead = max(ahead, kv.used_pages + kv.pages_ahead(sequence, length))
+            kv.grow(sequence, min(computed + chunk, length))
+            most = max(most, kv.used_pages)
+        kv.close(sequence)
+        assert most <= ahead == kv.pages_for_tokens(length)
+        assert kv.pages_for_tokens(length) - most <= 2  # one unit more of the sliding layers
+    unlimited = KvCache(KvGeometry(LAYERS), torch.float32, arena, PagePool(30), 1, 64, 100)
+    assert unlimited.pages_for_tokens(64) == 2 * 4 + 8  # a whole prompt may come in one step
+    assert kv.pages_for_tokens(64) <= unlimited.pages_for_tokens(64)
