@@ -44,6 +44,7 @@ class AdaptivePrecision(PrecisionBase):
     ) -> None:
         super().__init__(table, pool, mover, trace, quality, bounds)
         self._config = config
+        self._bounds = bounds
         self._pressure = PressurePolicy(config, self._page_bytes)
         self._rebalanced_at = 0
         self._held_up = False  # dwell or transfer budget alone keep planes from coming back
@@ -53,6 +54,18 @@ class AdaptivePrecision(PrecisionBase):
     def pending(self) -> bool:
         """See `Precision`."""
         return self._held_up or bool(self._table.in_transfer)
+
+    def hold(self, bits: int | None) -> None:
+        """Bring every block to one width, or with None go back to planning. Between two steps.
+
+        Wider blocks fall at once; narrower ones rise at the safe points, as pages are free.
+        """
+        self._min_bits, self._max_bits = self._bounds if bits is None else (bits, bits)
+        if self._table.in_transfer:
+            self._recall("policy")
+        for index, now in enumerate(self._table.committed.tolist()):
+            if now > self._max_bits:
+                self._try_reduce(Move(index, now, self._max_bits, 0, 0.0), "policy")
 
     def release(self, pages: int, reason: str, *, last_resort: bool = False) -> int:
         """See `pw.engine.scheduler.Relief`."""

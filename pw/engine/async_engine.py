@@ -1,4 +1,7 @@
-"""An engine in a thread of its own, seen from asyncio."""
+"""An engine in a thread of its own, seen from asyncio: for programs that want it in their process.
+
+A server has it in another process (`pw.serving.remote`), behind the same interface.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +11,16 @@ import queue
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Future
+from typing import Any
 
 from pw.engine.engine import Engine
+from pw.engine.loop import EngineLoop
 from pw.engine.request import EngineStatus, RequestOutput, SamplingParams
+from pw.engine.wire import EngineInfo
 from pw.errors import RequestError
 
 logger = logging.getLogger(__name__)
-
-_STALL_SECONDS = 60.0  # the thread makes no turn for so long: not healthy
-_IDLE_SECONDS = 0.02  # between safe points while planes come back to an idle engine
 
 Outlet = Callable[[RequestOutput | BaseException], None]
 
@@ -26,10 +30,16 @@ class AsyncEngine:
 
     Args:
         engine: Owned from here on.
+        stall_seconds: Without a turn of the thread for so long it is not healthy.
+        queue_timeout: See `EngineLoop`.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(
+        self, engine: Engine, *, stall_seconds: float = 60.0, queue_timeout: float | None = None
+    ) -> None:
         self.engine = engine
+        self._loop = EngineLoop(engine, self._deliver, queue_timeout)
+        self._stall_seconds = stall_seconds
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._outlets: dict[str, Outlet] = {}
         self._wake = threading.Event()
@@ -44,6 +54,11 @@ class AsyncEngine:
     def start(self) -> None:
         """Start stepping."""
         self._thread.start()
+
+    @property
+    def info(self) -> EngineInfo:
+        """What does not change while the engine lives."""
+        return self.engine.info()
 
     async def generate(
         self, request_id: str, prompt_token_ids: list[int], params: SamplingParams
@@ -64,9 +79,7 @@ class AsyncEngine:
         if self._draining or not self._send(
             lambda: self._add(request_id, prompt_token_ids, params, outlet)
         ):
-            raise RequestError(
-                "the engine takes no more requests", code="engine_unavailable", status=503
-            )
+            raise _unavailable()
         finished = False
         try:
             while not finished:
@@ -88,6 +101,15 @@ class AsyncEngine:
         """A snapshot of the engine."""
         return self.engine.status()
 
+    async def precision_map(self) -> dict[str, Any]:
+        """See `Engine.precision_map`."""
+        answer: dict[str, Any] = await self._ask(self.engine.precision_map)
+        return answer
+
+    async def set_policy(self, policy: str) -> None:
+        """See `Engine.set_policy`."""
+        await self._ask(lambda: self.engine.set_policy(policy))
+
     @property
     def failed(self) -> bool:
         """Whether a fault of its own ended the engine; nothing brings it back."""
@@ -97,13 +119,13 @@ class AsyncEngine:
         """Whether the thread lives and has made a turn of its loop lately."""
         if self._failure is not None or not self._thread.is_alive():
             return False
-        return time.monotonic() - self._last_turn < _STALL_SECONDS
+        return time.monotonic() - self._last_turn < self._stall_seconds
 
     async def shutdown(self, drain_seconds: float) -> None:
         """Take no more requests, finish what runs for at most so long, then stop."""
         self._draining = True
         deadline = time.monotonic() + drain_seconds
-        while self._busy() and time.monotonic() < deadline and self._thread.is_alive():
+        while self._open() and time.monotonic() < deadline and self._thread.is_alive():
             await asyncio.sleep(0.02)
         self._stopping = True
         self._wake.set()
@@ -111,8 +133,25 @@ class AsyncEngine:
             await asyncio.to_thread(self._thread.join)
         self.engine.close()
 
-    def _busy(self) -> bool:
+    def _open(self) -> bool:
         return bool(self._outlets) or not self._commands.empty()
+
+    async def _ask(self, question: Callable[[], Any]) -> Any:
+        """Have the engine's thread answer something between two steps."""
+        answer: Future[Any] = Future()
+
+        def ask() -> None:
+            if answer.set_running_or_notify_cancel():
+                try:
+                    if self._closed:
+                        raise _unavailable()
+                    answer.set_result(question())
+                except Exception as error:  # the asker's, not the engine's
+                    answer.set_exception(error)
+
+        if not self._send(ask):
+            raise _unavailable()
+        return await asyncio.wrap_future(answer)
 
     def _send(self, command: Callable[[], None]) -> bool:
         """Have the engine's thread do something; False when it has ended."""
@@ -131,13 +170,8 @@ class AsyncEngine:
                 self._last_turn = time.monotonic()
                 self._wake.clear()
                 self._obey()
-                if self.engine.has_work():
-                    for output in self.engine.step():
-                        self._deliver(output)
-                elif not self.engine.idle_turn():
-                    self._wake.wait(_IDLE_SECONDS * 10)
-                else:
-                    self._wake.wait(_IDLE_SECONDS)
+                if wait := self._loop.turn():
+                    self._wake.wait(wait)
         except BaseException as error:
             logger.exception("the engine stopped at a fault of its own")
             self._failure = error
@@ -159,7 +193,7 @@ class AsyncEngine:
             _put(outlet, self._last_output(request_id))
             return
         try:
-            self.engine.add_request(request_id, prompt, params)
+            self._loop.add(request_id, prompt, params)
         except Exception as error:  # the engine lives on, whatever it is
             if not isinstance(error, RequestError):
                 logger.exception("request %s could not be added", request_id)
@@ -168,17 +202,17 @@ class AsyncEngine:
             self._outlets[request_id] = outlet
 
     def _abort(self, request_id: str) -> None:
-        output = None if self._closed else self.engine.abort(request_id)
-        if output is not None:
-            self._deliver(output)
+        if not self._closed:
+            self._loop.abort(request_id)
 
-    def _deliver(self, output: RequestOutput) -> None:
-        outlet = self._outlets.get(output.request_id)
-        if output.finish_reason is not None:
-            self._outlets.pop(output.request_id, None)
-        if outlet is not None and not _put(outlet, output):
-            self._outlets.pop(output.request_id, None)
-            self.engine.abort(output.request_id)
+    def _deliver(self, outputs: list[RequestOutput]) -> None:
+        for output in outputs:
+            outlet = self._outlets.get(output.request_id)
+            if output.finish_reason is not None:
+                self._outlets.pop(output.request_id, None)
+            if outlet is not None and not _put(outlet, output):
+                self._outlets.pop(output.request_id, None)
+                self.engine.abort(output.request_id)
 
     def _end_all(self) -> None:
         """Nobody may wait for ever: streams that are still open end with an error."""
@@ -191,8 +225,14 @@ class AsyncEngine:
 
     def _last_output(self, request_id: str) -> RequestOutput:
         """What a stream gets when the engine ends before its request."""
-        reason = "the engine stopped" if self._failure is None else "the engine failed"
-        return RequestOutput(request_id, finish_reason="error", error=reason)
+        reason, code = "the engine stopped", "engine_stopped"
+        if self._failure is not None:
+            reason, code = "the engine failed", "engine_failed"
+        return RequestOutput(request_id, finish_reason="error", error=reason, error_code=code)
+
+
+def _unavailable() -> RequestError:
+    return RequestError("the engine takes no more requests", code="engine_unavailable", status=503)
 
 
 def _put(outlet: Outlet, item: RequestOutput | BaseException) -> bool:

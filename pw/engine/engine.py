@@ -16,8 +16,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence as Seq
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,7 +27,8 @@ from pw.config import EngineConfig
 from pw.engine.admission import Admission
 from pw.engine.build import Parts, build_parts
 from pw.engine.logprobs import score
-from pw.engine.outputs import accept_token, blocked_tokens, finish_without_token
+from pw.engine.outputs import Widths, accept_token, blocked_tokens, finish_without_token
+from pw.engine.policy import switch_policy
 from pw.engine.request import (
     EngineStatus,
     FinishReason,
@@ -37,7 +39,8 @@ from pw.engine.request import (
 from pw.engine.runner import PromptLogits
 from pw.engine.sampling import sample
 from pw.engine.sequence import Chunk, Sequence
-from pw.engine.status import Counters, snapshot
+from pw.engine.status import Counters, precision_map, snapshot
+from pw.engine.wire import EngineInfo
 from pw.models.tokenizer import Tokenizer
 
 
@@ -115,11 +118,28 @@ class Engine:
         if sequence is None:
             return None
         with self._books:
-            self._counters.aborted += 1
-            self._forget(sequence)
+            output = self._end(sequence, "abort")
         if self._config.trace_requests:
             self._parts.trace.write("abort", step=self._step, id=request_id)
-        return finish_without_token(sequence, "abort", self._mean_bits())
+        return output
+
+    def fail_running(self, error: str, code: str) -> list[RequestOutput]:
+        """End every running request, after a fault that none of them can be told to have caused.
+
+        Args:
+            error: One line for the clients.
+            code: Goes into `error_code`.
+        """
+        with self._books:
+            return [
+                self._end(sequence, "error", error, code)
+                for sequence in list(self._parts.scheduler.running)
+            ]
+
+    def waits(self, request_id: str) -> bool:
+        """Whether a request is in the queue and nothing of it has been computed yet."""
+        sequence = self._sequences.get(request_id)
+        return sequence is not None and sequence.kv is None and sequence.seen == 0
 
     def has_work(self) -> bool:
         """Whether a step would do anything for a request."""
@@ -198,6 +218,18 @@ class Engine:
         """
         self._parts.runner.observer = observer
 
+    def set_policy(self, policy: str) -> None:
+        """Follow `adaptive` or `static:<bits>` from the next step on.
+
+        Raises:
+            RequestError: The engine was started with another kind of policy, or the width does
+                not fit beside the longest context.
+        """
+        with self._books:
+            found = switch_policy(self._parts, self._config, policy)
+            self._config = replace(self._config, policy=found)
+        self._parts.trace.write("policy", step=self._step, policy=policy)
+
     def close(self) -> None:
         """Close the trace."""
         self._parts.trace.close()
@@ -208,6 +240,26 @@ class Engine:
     def max_model_len(self) -> int:
         """Tokens of prompt and output together that any request may have."""
         return self._parts.memory.max_model_len
+
+    def info(self) -> EngineInfo:
+        """What does not change while the engine lives."""
+        parts, status = self._parts, self.status()
+        return EngineInfo(
+            model_name=parts.model_name,
+            artifact_hash=parts.artifact_hash,
+            policy=status.policy,
+            vocab_size=parts.skeleton.vocab_size,
+            max_model_len=status.max_model_len,
+            page_bytes=status.page_bytes,
+            pages_total=status.pages_total,
+            geometry=parts.skeleton.geometry,
+            bytes=status.bytes,
+        )
+
+    def precision_map(self) -> dict[str, Any]:
+        """Bits of every block and what every page holds; see `pw.engine.status.precision_map`."""
+        with self._books:
+            return precision_map(self._parts)
 
     def status(self) -> EngineStatus:
         """A snapshot. Safe to take from another thread while a step runs."""
@@ -248,8 +300,8 @@ class Engine:
         """Begin the statistics of prompts that begin, or begin again after a preemption."""
         quality = self._parts.quality
         for chunk in chunks:
-            if quality is not None and chunk.start == 0 and chunk.sequence.eta is None:
-                chunk.sequence.statistics = quality.statistics()
+            if quality is not None:
+                quality.open_prompt(chunk.sequence, chunk.start)
 
     def _choose(self, ready: list[Sequence], logits: Tensor) -> list[int | None]:
         """Next token of each sequence, None where its logits are not finite."""
@@ -266,28 +318,39 @@ class Engine:
 
     def _take_in(self, sequence: Sequence, token: int | None, logits: Tensor) -> RequestOutput:
         """Book what a step gave a sequence that was at its end: logits [V]."""
-        mean_bits = self._mean_bits()
         if token is None:
+            self._counters.nonfinite += 1
             error = "the model gave logits that are not finite"
-            output = finish_without_token(sequence, "error", mean_bits, error)
-        elif sequence.max_tokens == 0:
-            output = finish_without_token(sequence, "length", mean_bits)
-        else:
-            count, logprob = sequence.params.logprobs, None
-            if count is not None:
-                logprob = score(logits[None], [token], [count], self.tokenizer.vocab_size)[0]
-            output = accept_token(sequence, token, logprob, self._eos, mean_bits)
-            self._counters.generation_tokens += 1
+            return self._end(sequence, "error", error, "nonfinite")
+        if sequence.max_tokens == 0:
+            return self._end(sequence, "length")
+        count, logprob = sequence.params.logprobs, None
+        if count is not None:
+            logprob = score(logits[None], [token], [count], self.tokenizer.vocab_size)[0]
+        output = accept_token(sequence, token, logprob, self._eos, self._widths())
+        self._counters.generation_tokens += 1
         if output.finish_reason is not None:
             self._counters.count(output.finish_reason)
             self._forget(sequence)
         return output
 
+    def _end(
+        self,
+        sequence: Sequence,
+        reason: FinishReason,
+        error: str | None = None,
+        code: str | None = None,
+    ) -> RequestOutput:
+        """End a sequence without a further token."""
+        self._counters.count(reason)
+        self._forget(sequence, keep=reason != "error")
+        return finish_without_token(sequence, reason, self._widths(), error, code)
+
     def _book(self, chunk: Chunk, logprobs: list[TokenLogprob] | None) -> None:
         """The tokens of a chunk are in the cache now."""
         sequence = chunk.sequence
         end = chunk.start + chunk.count
-        sequence.computed = end
+        self._parts.scheduler.book(chunk)
         # A preempted sequence computes its prompt again: what was counted and scored stays.
         new = min(end, len(sequence.prompt)) - sequence.seen
         if new > 0:
@@ -297,17 +360,16 @@ class Engine:
                 again = sequence.seen - chunk.start
                 sequence.prompt_logprobs += [*first, *(logprobs or [])[again:]]
             sequence.seen += new
-        if sequence.statistics is not None and end >= len(sequence.prompt):
-            sequence.eta = sequence.statistics.eta()
-            sequence.statistics = None
+        if self._parts.quality is not None:
+            self._parts.quality.close_prompt(sequence, self._parts.kv)
 
-    def _forget(self, sequence: Sequence) -> None:
-        self._parts.scheduler.finish(sequence)
+    def _forget(self, sequence: Sequence, *, keep: bool = True) -> None:
+        self._parts.scheduler.finish(sequence, keep=keep)
         del self._sequences[sequence.request_id]
 
-    def _mean_bits(self) -> float:
+    def _widths(self) -> Widths:
         table = self._parts.table
-        return 16.0 if table is None else table.mean_bits()
+        return Widths() if table is None else Widths(table.mean_bits(), int(table.committed.min()))
 
 
 def _join(outputs: list[RequestOutput]) -> Completion:
