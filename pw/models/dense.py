@@ -67,7 +67,7 @@ class TorchExperts:
     ) -> None:
         self.observer: ExpertObserver | None = None
         self.weight = weight
-        self._bias, self._activations = bias, activations
+        self.bias, self.activations = bias, activations
 
     def __call__(self, slot: int, module: Any, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """Experts of one layer: [T, H], ids and weights [T, k] -> [T, H] in the dtype of `x`."""
@@ -95,7 +95,7 @@ class TorchExperts:
         self, slot: int, expert: int, tokens: Tensor, weights: Tensor, inputs: Tensor
     ) -> ExpertCall:
         gate_up = self.linear(slot, expert, "gate_up", inputs)
-        hidden = activate(gate_up, self._activations[slot])
+        hidden = activate(gate_up, self.activations[slot])
         output = self.linear(slot, expert, "down", hidden)
         call = ExpertCall(slot, expert, tokens, weights, inputs, gate_up, hidden, output)
         if self.observer is not None:
@@ -104,7 +104,7 @@ class TorchExperts:
 
     def linear(self, slot: int, expert: int, module: Module, x: Tensor) -> Tensor:
         """Output [n, N] of one block for its inputs [n, K], fp32."""
-        bias = self._bias(slot, expert, module)
+        bias = self.bias(slot, expert, module)
         weight = self.weight(slot, expert, module, x.device)
         result: Tensor = _Linear.apply(x, weight, None if bias is None else bias.float())  # type: ignore[no-untyped-call]
         if torch.is_grad_enabled() and not result.requires_grad:
