@@ -2,8 +2,19 @@
 
 from __future__ import annotations
 
+import time
+from dataclasses import replace
+from typing import NamedTuple
+
 from pw.engine.request import FinishReason, RequestOutput, TokenLogprob
 from pw.engine.sequence import Sequence
+
+
+class Widths(NamedTuple):
+    """Committed bits over the routed weights at a step; without planes those of bfloat16."""
+
+    mean: float = 16.0
+    least: int = 16
 
 
 def accept_token(
@@ -11,7 +22,7 @@ def accept_token(
     token: int,
     logprob: TokenLogprob | None,
     eos_token_ids: frozenset[int],
-    mean_bits: float,
+    widths: Widths,
 ) -> RequestOutput:
     """Append a sampled token to its sequence and say what is new."""
     params = sequence.params
@@ -32,16 +43,21 @@ def accept_token(
         token_ids=(token,),
         logprobs=() if logprob is None else (logprob,),
         finish_reason=finish,
-        mean_bits=mean_bits,
+        widths=widths,
     )
 
 
 def finish_without_token(
-    sequence: Sequence, reason: FinishReason, mean_bits: float, error: str | None = None
+    sequence: Sequence,
+    reason: FinishReason,
+    widths: Widths,
+    error: str | None = None,
+    code: str | None = None,
 ) -> RequestOutput:
     """The last output of a sequence that gets no further token."""
     text = sequence.detokenizer.finish() if reason != "error" else ""
-    return _output(sequence, text=text, finish_reason=reason, error=error, mean_bits=mean_bits)
+    output = _output(sequence, text=text, finish_reason=reason, widths=widths)
+    return replace(output, error=error, error_code=code)
 
 
 def blocked_tokens(sequence: Sequence, eos_token_ids: frozenset[int]) -> tuple[int, ...]:
@@ -55,15 +71,15 @@ def blocked_tokens(sequence: Sequence, eos_token_ids: frozenset[int]) -> tuple[i
 def _output(
     sequence: Sequence,
     *,
-    mean_bits: float,
+    widths: Widths,
     text: str = "",
     token_ids: tuple[int, ...] = (),
     logprobs: tuple[TokenLogprob, ...] = (),
     finish_reason: FinishReason | None = None,
-    error: str | None = None,
 ) -> RequestOutput:
     prompt_logprobs = tuple(sequence.prompt_logprobs)
     sequence.prompt_logprobs.clear()
+    queued, prefill = _waited(sequence)
     return RequestOutput(
         sequence.request_id,
         text=text,
@@ -71,8 +87,21 @@ def _output(
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
         finish_reason=finish_reason,
-        error=error,
         prompt_tokens=len(sequence.prompt),
+        cached_tokens=sequence.cached_tokens or 0,
         completion_tokens=len(sequence.output),
-        mean_bits=mean_bits,
+        mean_bits=widths.mean,
+        min_bits=widths.least,
+        queue_seconds=queued,
+        prefill_seconds=prefill,
     )
+
+
+def _waited(sequence: Sequence) -> tuple[float, float]:
+    """Seconds in the queue and in prefill, told once."""
+    if sequence.told:
+        return 0.0, 0.0
+    sequence.told = True
+    now = time.monotonic()
+    started = now if sequence.started is None else sequence.started
+    return started - sequence.arrived, now - started

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -13,6 +14,7 @@ from pw.engine.experts import RoutingCounter
 from pw.engine.sequence import Sequence
 from pw.engine.statistics import ExactStatistics, LearnedStatistics, PromptStatistics
 from pw.errors import StoreError
+from pw.memory.kv_cache import KvCache
 from pw.memory.page_table import WeightPageTable
 from pw.planning.damage import DamageModel
 from pw.planning.planner import PlannerState
@@ -22,6 +24,13 @@ from pw.planning.table import BlockTable
 from pw.store.artifact import Artifact
 
 _LIVE = 1.0  # weight of a request about to end: it still shares the weights for this step
+
+
+@dataclass(frozen=True)
+class PromptEta:
+    """Prompt residual [L, E, 2] float32, kept with the prompt's units in the prefix cache."""
+
+    eta: NDArray[np.float32]
 
 
 class Quality:
@@ -50,9 +59,35 @@ class Quality:
         """Experts, of all layers, that no token has been routed to since the start."""
         return self._routing.never_routed
 
+    def mass(self) -> NDArray[np.float64]:
+        """Share of router weight that each expert has received of late: [L, E]."""
+        return self._routing.mass()
+
     def statistics(self) -> PromptStatistics | None:
         """Statistics for a new sequence, or None when nothing is wanted of its prompt."""
         return None if self._new_statistics is None else self._new_statistics()
+
+    def open_prompt(self, sequence: Sequence, start: int) -> None:
+        """Begin the statistics of a prompt whose first computed token is at `start`."""
+        if start == sequence.reused and sequence.eta is None:
+            sequence.statistics = self.statistics()
+
+    def close_prompt(self, sequence: Sequence, kv: KvCache) -> None:
+        """Take the residual of a prompt whose tokens have all been computed.
+
+        The experts' inputs of tokens found in the prefix cache are gone. The residual of the prompt
+        that put them there stands in for theirs, by their share of the tokens.
+        """
+        if sequence.statistics is None or sequence.computed < len(sequence.prompt):
+            return
+        assert sequence.kv is not None
+        eta, known = sequence.statistics.eta(), sequence.kv.note
+        sequence.statistics = None
+        if isinstance(known, PromptEta):
+            share = sequence.reused / len(sequence.prompt)
+            eta = np.exp(share * np.log(known.eta) + (1 - share) * np.log(eta))
+        sequence.eta = eta
+        kv.annotate(sequence.kv, PromptEta(eta.astype(np.float32)))
 
     def after_step(self, running: Iterable[Sequence]) -> None:
         """Take in the routing of the step; merge the prompts of the running sequences."""

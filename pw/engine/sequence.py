@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
@@ -13,6 +14,7 @@ from pw.engine.detokenizer import Detokenizer
 from pw.engine.request import SamplingParams, TokenLogprob
 from pw.engine.statistics import PromptStatistics
 from pw.memory.kv_cache import KvSequence
+from pw.memory.prefix_cache import PrefixChain
 
 
 @dataclass(eq=False)
@@ -28,8 +30,14 @@ class Sequence:
     output: list[int] = field(default_factory=list)
     computed: int = 0  # tokens whose KV is in the cache
     kv: KvSequence | None = None
+    chain: PrefixChain | None = None  # digests of its tokens, for the prefix cache
+    reused: int = 0  # tokens found in the prefix cache when it was last let in
+    cached_tokens: int | None = None  # ... when it was first let in
     prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)  # not yet given out
     seen: int = 0  # tokens of the prompt computed at least once
+    arrived: float = field(default_factory=time.monotonic)  # seconds
+    started: float | None = None  # ... when its first chunk was scheduled
+    told: bool = False  # an output has been given out
     statistics: PromptStatistics | None = None  # while its prompt is prefilled
     eta: NDArray[np.float64] | None = None  # [L, E, 2] once it has been
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import collections
 from dataclasses import dataclass, field
+from typing import Any
 
 from pw.config import EngineConfig
 from pw.engine.build import Parts
+from pw.engine.page_map import page_map
 from pw.engine.request import BytesByClass, EngineStatus, FinishReason
 
 
@@ -19,6 +21,7 @@ class Counters:
     aborted: int = 0
     prompt_tokens: int = 0
     generation_tokens: int = 0
+    nonfinite: int = 0
     bytes_over_budget: int = 0
     steps_by_tokens: collections.Counter[int] = field(default_factory=collections.Counter)
     step_tokens: int = 0
@@ -32,6 +35,8 @@ class Counters:
         """Count the end of a request."""
         if reason == "error":
             self.failed += 1
+        elif reason == "abort":
+            self.aborted += 1
         else:
             self.finished += 1
 
@@ -61,11 +66,35 @@ def bytes_by_class(parts: Parts) -> BytesByClass:
     )
 
 
+def precision_map(parts: Parts) -> dict[str, Any]:
+    """Committed bits of every block, layer by layer, and a picture of the arena. JSON-ready.
+
+    `gate_up` and `down` are bits by expert, `mass` is each expert's share of the router weight of
+    late, None where nothing plans. With unquantized experts there are no layers.
+    """
+    table, quality = parts.table, parts.quality
+    layers: list[dict[str, Any]] = []
+    if table is not None:
+        bits = table.committed.reshape(len(table.geometry.layers), table.geometry.experts, 2)
+        mass = None if quality is None else quality.mass().round(4).tolist()
+        layers = [
+            {
+                "layer": layer,
+                "gate_up": bits[slot, :, 0].tolist(),
+                "down": bits[slot, :, 1].tolist(),
+                "mass": None if mass is None else mass[slot],
+            }
+            for slot, layer in enumerate(table.geometry.layers)
+        ]
+    return {"layers": layers, "pages": page_map(parts)}
+
+
 def snapshot(
     parts: Parts, config: EngineConfig, counters: Counters, step: int, last_step_time: float
 ) -> EngineStatus:
     """A snapshot of everything."""
     table, precision, scheduler = parts.table, parts.precision, parts.scheduler
+    prefix = parts.kv.prefix
     sizes = bytes_by_class(parts)
     counters.bytes_over_budget = max(counters.bytes_over_budget, sizes.total - sizes.budget)
     page = parts.arena.page_bytes
@@ -85,6 +114,7 @@ def snapshot(
         pages_weights=(sizes.planes + sizes.luts) // page,
         pages_kv=sizes.kv // page,
         pages_free=parts.pool.free_count,
+        pages_cached=parts.pool.idle_count,
         page_bytes=page,
         mean_bits=16.0 if table is None else table.mean_bits(),
         layer_bits={}
@@ -102,6 +132,9 @@ def snapshot(
         steps_by_tokens=dict(counters.steps_by_tokens),
         step_tokens=counters.step_tokens,
         plans=precision.plans,
+        nonfinite=counters.nonfinite,
+        prefix_cache_queries=0 if prefix is None else prefix.queries,
+        prefix_cache_hits=0 if prefix is None else prefix.hits,
         transfer_failures=precision.failures,
         bytes_over_budget=counters.bytes_over_budget,
         max_model_len=parts.memory.max_model_len,
