@@ -34,8 +34,10 @@ def create_app(
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
         engine.start()
+        context.watch.start()
         yield
         context.gate.draining = True
+        await context.watch.stop()
         context.encoder.close()
         await engine.shutdown(0)
 

@@ -10,11 +10,13 @@ from pw import __version__
 from pw.errors import ConfigError, RequestError
 from pw.serving.engine_protocol import AsyncEngineProtocol, TokenizerProtocol
 from pw.serving.generation import Generation
+from pw.serving.health import Health
 from pw.serving.limits import AdmissionGate, ServingLimits
 from pw.serving.logprobs import TokenTexts
 from pw.serving.metrics import ServingMetrics
 from pw.serving.prompts import PromptEncoder
 from pw.serving.schemas import SamplingDefaults
+from pw.serving.watch import Watch
 
 logger = logging.getLogger("pw.serving")
 
@@ -51,6 +53,8 @@ class ServingContext:
         self.texts = TokenTexts(tokenizer)
         self.gate = AdmissionGate(config.limits)
         self.generations: set[Generation] = set()
+        self.watch = Watch(engine)
+        self.health = Health(engine, self.gate, self.watch.progress)
         self._unknown_logged: set[str] = set()
         policy = engine.status().policy
         self.fingerprint = "-".join(
@@ -67,7 +71,7 @@ class ServingContext:
     @property
     def ready(self) -> bool:
         """Whether new requests are taken and can be served."""
-        return not self.gate.draining and self.engine.healthy()
+        return self.health.not_ready() is None
 
     def check_model(self, name: str | None) -> None:
         """Accept a served name or none.

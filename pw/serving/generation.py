@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,10 +14,9 @@ from pw.errors import RequestError
 from pw.serving.engine_protocol import AsyncEngineProtocol
 from pw.serving.errors import GenerationError
 from pw.serving.limits import shutting_down
+from pw.serving.log_lines import RequestRecord, log_request
 from pw.serving.metrics import SequenceTimer, ServingMetrics
 from pw.serving.prompts import EncodedPrompt
-
-logger = logging.getLogger("pw.serving")
 
 
 @dataclass(frozen=True)
@@ -149,20 +147,37 @@ class Generation:
             if timer.finish_reason is None:
                 self._engine.abort(sequence_id)
 
-    def _log(self) -> None:
+    def describe(self) -> dict[str, Any]:
+        """Its state for people who watch: counts and times, no text."""
         first = self._timers[0]
-        logger.info(
-            "%s: sequences %d, tokens in %d, out %d, finish %s, ttft %s, e2e %.3f s, "
-            "bits %.2f to %.2f",
-            self.request_id,
-            len(self._timers),
-            sum(timer.prompt_tokens for timer in self._timers),
-            sum(timer.completion_tokens for timer in self._timers),
-            ",".join(sorted({timer.finish_reason or "gone" for timer in self._timers})),
-            "-" if first.first_token_seconds is None else f"{first.first_token_seconds:.3f} s",
-            max(timer.seconds for timer in self._timers),
-            first.first_bits,
-            first.last_bits,
+        return {
+            "id": self.request_id,
+            "state": "waiting" if first.first_token_seconds is None else "running",
+            "sequences": len(self._timers),
+            "prompt_tokens": sum(timer.prompt_tokens for timer in self._timers),
+            "generated_tokens": sum(timer.completion_tokens for timer in self._timers),
+            "age_seconds": first.age_seconds,
+            "ttft_seconds": first.first_token_seconds,
+            "bits": first.last_bits,
+        }
+
+    def _log(self) -> None:
+        timers, first = self._timers, self._timers[0]
+        log_request(
+            RequestRecord(
+                request_id=self.request_id,
+                sequences=len(timers),
+                prompt_tokens=sum(timer.prompt_tokens for timer in timers),
+                cached_tokens=sum(timer.cached_tokens for timer in timers),
+                generated_tokens=sum(timer.completion_tokens for timer in timers),
+                finish_reason=",".join(sorted({timer.finish_reason or "gone" for timer in timers})),
+                queue_seconds=first.queue_seconds,
+                ttft_seconds=first.first_token_seconds,
+                e2e_seconds=max(timer.seconds for timer in timers),
+                bits_start=first.first_bits,
+                bits_end=first.last_bits,
+                bits_min=min((timer.least_bits for timer in timers if timer.least_bits), default=0),
+            )
         )
 
 

@@ -36,6 +36,7 @@ class FakeEngine:
         self.aborted: list[str] = []
         self.running = 0
         self.tokens = 0
+        self.step = 0
         self.stopped = False
 
     def start(self) -> None:
@@ -112,6 +113,7 @@ class FakeEngine:
 
     def status(self) -> EngineStatus:
         return EngineStatus(
+            step=self.step,
             policy="static:4",
             running=self.running,
             generation_tokens=self.tokens,
@@ -125,6 +127,18 @@ class FakeEngine:
             layer_bits={0: 5.0, 1: 6.0},
             blocks_by_bits={5: 16, 6: 16},
             bytes_released=8192,
+            plans=3,
+            plans_by_trigger={"kv allocation": 2, "rebalance": 1},
+            plan_seconds_total=0.25,
+            moves=4,
+            move_seconds_total=0.5,
+            prefix_cache_queries=20,
+            prefix_cache_hits=5,
+            nonfinite=1,
+            experts_never_routed=2,
+            steps_by_tokens={8: 1, 1: 2},
+            step_tokens=9,
+            plan_history=({"reason": "kv allocation", "moves": 4, "pages": 16, "damage": 0.125},),
             bytes=BytesByClass(
                 planes=200_000, luts=40_000, kv=40_960, free=122_880, budget=500_000
             ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 
 import httpx
 import openai
@@ -13,6 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from pw.errors import ConfigError
 from pw.serving.context import ServingConfig
 from pw.serving.server import how_to_call
+from tests.serving.fakes import FakeEngine
 
 LABELS = 'engine="0",model_name="fake"'
 
@@ -31,6 +33,77 @@ def test_models(served):
 def test_health(served, path):
     answer = served.http.get(path)
     assert (answer.status_code, answer.content) == (200, b"")
+
+
+def test_health_tells_why_not(start):
+    with start() as served:
+
+        def reasons():
+            paths = ("/health", "/health/ready", "/ready", "/ping")
+            answers = [served.http.get(path) for path in paths]
+            assert {answer.status_code for answer in answers} <= {200, 503}
+            assert served.http.get("/health/live").status_code == 200
+            status = served.http.get("/v1/pw/status").json()
+            found = {a.json()["reason"] if a.status_code == 503 else None for a in answers}
+            assert found == {status["not_ready_reason"]}
+            assert status["ready"] == (found == {None})
+            return found
+
+        assert reasons() == {None}
+        served.context.gate.draining = True
+        assert reasons() == {"draining"}
+        served.context.gate.draining = False
+        served.engine.alive = False
+        assert reasons() == {"engine_unhealthy"}
+        served.engine.failed = True
+        assert reasons() == {"engine_failed"}
+        assert served.metrics()[f"pw:engine_up{{{LABELS}}}"] == 0
+
+
+def test_a_stalled_engine_is_not_ready(start):
+    with start() as served:
+        served.context.watch.progress._stall_seconds = 0.2
+        served.engine.running = 64
+        while (answer := served.http.get("/health/ready")).status_code == 200:
+            time.sleep(0.05)
+        assert answer.json() == {"reason": "engine_stalled"}
+        served.engine.step += 1
+        assert served.http.get("/health/ready").status_code == 200
+
+
+def test_load_and_requests_say_what_goes_on(start):
+    with start(FakeEngine(step_seconds=0.05)) as served:
+        assert served.http.get("/load").json() == {"server_load": 0}
+        assert served.http.get("/v1/pw/requests").json() == {"count": 0, "requests": []}
+        stream = served.openai.completions.create(
+            model="fake", prompt="secretword 1 2", n=2, max_tokens=12, stream=True
+        )
+        first = next(stream)
+        answer = served.http.get("/v1/pw/requests")
+        assert served.http.get("/load").json() == {"server_load": 2}
+        list(stream)
+    assert "secretword" not in answer.text
+    (request,) = answer.json()["requests"]
+    assert request["id"] == first.id
+    assert (request["state"], request["sequences"], request["prompt_tokens"]) == ("running", 2, 6)
+    assert 1 <= request["generated_tokens"] < 24
+    assert 0 < request["ttft_seconds"] <= request["age_seconds"]
+    assert request["bits"] == 5.5
+
+
+def test_timeline_route(start):
+    with start() as served:
+        for _ in range(2):
+            served.context.watch.look()
+        body = served.http.get("/v1/pw/timeline").json()
+        assert body["interval_seconds"] == 1
+        numbers = [sample["number"] for sample in body["samples"]]
+        assert numbers == list(range(len(numbers)))
+        assert len(numbers) >= 3
+        assert body["samples"][0]["pages_kv"] == 10
+        later = served.http.get("/v1/pw/timeline", params={"since": 2}).json()["samples"]
+        assert [sample["number"] for sample in later][:1] == [2]
+        assert served.http.get("/v1/pw/timeline?since=x").status_code == 400
 
 
 def test_status(served):
@@ -74,6 +147,24 @@ def test_metrics_follow_engine_and_requests(start):
         f'pw:expert_bits_blocks{{{LABELS},bits="5"}}': 16,
         f'pw:page_move_bytes_total{{{LABELS},direction="offload"}}': 8192,
         f"pw:memory_bytes_over_budget{{{LABELS}}}": 0,
+        f"pw:request_queue_time_seconds_count{{{LABELS}}}": 3,
+        f"pw:request_prefill_time_seconds_count{{{LABELS}}}": 3,
+        f'pw:requests_rejected_total{{{LABELS},reason="server_overloaded"}}': 0,
+        f'pw:plan_total{{{LABELS},trigger="kv allocation"}}': 2,
+        f"pw:plan_seconds_count{{{LABELS}}}": 3,
+        f"pw:plan_seconds_sum{{{LABELS}}}": 0.25,
+        f"pw:plan_damage_estimate{{{LABELS}}}": 0.125,
+        f"pw:page_move_seconds_count{{{LABELS}}}": 4,
+        f"pw:page_move_seconds_sum{{{LABELS}}}": 0.5,
+        f"pw:prefix_cache_queries_total{{{LABELS}}}": 20,
+        f"pw:prefix_cache_hits_total{{{LABELS}}}": 5,
+        f"pw:nonfinite_logits_total{{{LABELS}}}": 1,
+        f"pw:expert_never_routed{{{LABELS}}}": 2,
+        f'pw:iteration_tokens_total_bucket{{{LABELS},le="1.0"}}': 2,
+        f'pw:iteration_tokens_total_bucket{{{LABELS},le="8.0"}}': 3,
+        f'pw:iteration_tokens_total_bucket{{{LABELS},le="+Inf"}}': 3,
+        f"pw:iteration_tokens_total_sum{{{LABELS}}}": 9,
+        f"pw:engine_up{{{LABELS}}}": 1,
         'pw:http_requests_total{handler="/v1/completions",method="POST",status="200"}': 2,
         'pw:http_requests_total{handler="unknown",method="GET",status="404"}': 2,
     }
@@ -140,7 +231,9 @@ def test_one_line_per_request_without_the_prompt(served, caplog):
     lines = [record.getMessage() for record in caplog.records if record.name == "pw.serving"]
     assert lines[0] == "ignoring unknown request field 'never_heard_of'"
     assert len(lines) == 3
-    assert lines[1].startswith(f"{answer.id}: sequences 1, tokens in 1, out 2, finish length, ttft")
+    assert lines[1].startswith(
+        f"{answer.id}: sequences 1, tokens in 1, out 2, finish length, queue"
+    )
     assert lines[1].endswith("bits 5.50 to 5.50")
     assert "secretword" not in caplog.text
 
