@@ -14,7 +14,10 @@ from pw.cli.options import Common, Planner, Runtime, Sampling, Server
 from pw.errors import PwError
 
 if TYPE_CHECKING:
+    from pw.config import EngineConfig
     from pw.engine.request import EngineStatus
+    from pw.serving.engine_process import EngineProcess
+    from pw.serving.listen import Endpoint
 
 
 ModelName = Annotated[
@@ -82,42 +85,80 @@ def serve(
     """Serve a model over HTTP with OpenAI's API, inside one memory budget.
 
     SIGINT or SIGTERM drains: running requests finish, new ones get a 503. A second one ends now.
+    The engine runs in a process of its own; when it dies, this one ends with exit code 1.
     """
     config = runtime.config(planner, max_num_queued_reqs=server.max_num_queued_reqs)
-    if not server.dry_run:
-        from pw.serving.server import bind
-
-        bind(server.host, server.port).close()  # a taken port is told now, not minutes later
+    server.check()
+    endpoint = None if server.dry_run else _endpoint(server)
     path = artifact_path(model, quiet=common.quiet)
 
-    from pw.engine import AsyncEngine, Engine
+    from pw import logs
+    from pw.engine.wire import Load
+    from pw.serving.engine_process import EngineProcess
+
+    load = Load(path.resolve(), config, logs.current(), server.queue_timeout)
+    with EngineProcess.launch(load) as process:
+        code = _serve(process, path, server, config, endpoint, quiet=common.quiet)
+    raise typer.Exit(code)
+
+
+def _endpoint(server: Server) -> Endpoint:
+    """Where to listen; a taken port and a bad certificate are told now, not minutes later."""
+    from pw.serving.listen import Endpoint
+
+    endpoint = Endpoint(
+        server.host,
+        server.port,
+        server.uds,
+        server.ssl_certfile,
+        server.ssl_keyfile,
+        server.root_path,
+    )
+    endpoint.check_free()
+    return endpoint
+
+
+def _serve(
+    process: EngineProcess,
+    path: Path,
+    server: Server,
+    config: EngineConfig,
+    endpoint: Endpoint | None,
+    *,
+    quiet: bool,
+) -> int:
+    """Serve what the engine's process has loaded; the exit code."""
+    # The engine loads meanwhile.
+    from pw.models.light import load_tokenizer_alone
     from pw.serving.context import ServingConfig
     from pw.serving.limits import ServingLimits
-    from pw.serving.schemas import SamplingDefaults
+    from pw.serving.remote import RemoteEngine
+    from pw.serving.defaults import SamplingDefaults
     from pw.serving.server import serve as run
-    from pw.store import Artifact
 
-    engine = Engine.from_artifact(path, config)
-    if not common.quiet:
-        _print_plan(engine.status())
-    if server.dry_run:
-        return
+    ready = process.wait_until_ready()
+    if not quiet:
+        _print_plan(ready.status)
+    if endpoint is None:
+        return 0
     serving = ServingConfig(
-        model_names=tuple(server.served_model_name or _names(path, engine.model_name)),
-        artifact_hash=Artifact.open(path).artifact_hash,
-        limits=ServingLimits(max_open_sequences=config.max_num_seqs + config.max_num_queued_reqs),
+        model_names=tuple(server.served_model_name or _names(path, ready.info.model_name)),
+        artifact_hash=ready.info.artifact_hash,
+        limits=ServingLimits(
+            max_open_sequences=config.max_num_seqs + config.max_num_queued_reqs,
+            request_timeout=server.request_timeout,
+        ),
         api_keys=tuple(server.api_key or ()),
         defaults=SamplingDefaults.of_model(path),
     )
-    code = run(
-        AsyncEngine(engine),
-        engine.tokenizer,
+    return run(
+        RemoteEngine(process, ready, stall_timeout=server.stall_timeout),
+        load_tokenizer_alone(path),
         serving,
-        host=server.host,
-        port=server.port,
+        endpoint=endpoint,
+        allowed_origins=server.allowed_origins or (),
         shutdown_timeout=server.shutdown_timeout,
     )
-    raise typer.Exit(code)
 
 
 def _names(path: Path, model: str) -> list[str]:

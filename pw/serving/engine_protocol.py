@@ -6,10 +6,15 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from pw.engine.request import EngineStatus, RequestOutput, SamplingParams
+from pw.engine.wire import EngineInfo
 
 
 class AsyncEngineProtocol(Protocol):
     """The engine as seen from the event loop."""
+
+    @property
+    def info(self) -> EngineInfo:
+        """What does not change while the engine lives."""
 
     def generate(
         self, request_id: str, prompt_token_ids: list[int], params: SamplingParams
@@ -26,20 +31,34 @@ class AsyncEngineProtocol(Protocol):
         """Give a sequence up within one step. Unknown and finished ids are ignored."""
 
     def status(self) -> EngineStatus:
-        """A snapshot; cheap, and safe to take while a step runs."""
+        """A snapshot; cheap, never fails: of an engine that has failed it is the last one."""
+
+    async def precision_map(self) -> dict[str, Any]:
+        """Bits of every block, as JSON has it; taken between two steps.
+
+        Raises:
+            RequestError: The engine cannot answer now.
+        """
+
+    async def set_policy(self, policy: str) -> None:
+        """Follow another precision policy from the next step on: `adaptive` or `static:<bits>`.
+
+        Raises:
+            RequestError: This engine cannot follow it.
+        """
 
     @property
     def failed(self) -> bool:
         """Whether a fault of its own ended the engine; nothing brings it back."""
 
     def healthy(self) -> bool:
-        """Whether the engine runs and makes progress when it has work."""
+        """Whether the engine's loop has made a turn lately."""
 
     def start(self) -> None:
-        """Start stepping. Called once, before the first request."""
+        """Begin to serve. Called once, in the event loop, before the first request."""
 
     async def shutdown(self, drain_seconds: float) -> None:
-        """Finish what runs for at most `drain_seconds`, then stop."""
+        """Take no more requests, finish what runs for at most so long, then end the engine."""
 
 
 class TokenizerProtocol(Protocol):
@@ -54,6 +73,20 @@ class TokenizerProtocol(Protocol):
     @property
     def has_chat_template(self) -> bool:
         """Whether `encode_chat` can work."""
+
+    @property
+    def chat_template(self) -> str:
+        """Source of the template; "" if there is none."""
+
+    @property
+    def longest_token(self) -> int:
+        """Characters of text that one token holds at most."""
+
+    def is_special(self, text: str) -> bool:
+        """Whether a text is one special token."""
+
+    def info(self) -> dict[str, Any]:
+        """What remote users of the tokenizer need to know."""
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text."""

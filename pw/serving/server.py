@@ -1,4 +1,4 @@
-"""Runs the app under uvicorn: binds the port, says how to reach it, drains on a signal."""
+"""Runs the app under uvicorn: listens, says how to reach it, drains on a signal."""
 
 from __future__ import annotations
 
@@ -9,21 +9,25 @@ import shlex
 import signal
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import FrameType
 
 import uvicorn
+from fastapi import FastAPI
 
-from pw.errors import ConfigError
 from pw.serving.app import create_app
 from pw.serving.context import ServingConfig, ServingContext
 from pw.serving.engine_protocol import AsyncEngineProtocol, TokenizerProtocol
+from pw.serving.headers import MAX_HEADER_BYTES
 from pw.serving.limits import shutting_down
+from pw.serving.listen import Endpoint
 
 logger = logging.getLogger("pw.serving")
 
-MAX_HEADER_BYTES = 64 << 10
 CLOSE_SECONDS = 2  # for the last bytes of answers, after all sequences have ended
+CUT_OFF_SECONDS = 1  # ... after they were cut off
+ENGINE_FAILED_SECONDS = 2.0  # for clients to be told
 
 
 def _print(message: str) -> None:
@@ -35,8 +39,8 @@ def serve(
     tokenizer: TokenizerProtocol,
     config: ServingConfig,
     *,
-    host: str = "127.0.0.1",
-    port: int = 8000,
+    endpoint: Endpoint,
+    allowed_origins: Sequence[str] = (),
     shutdown_timeout: float = 30.0,
     announce: Callable[[str], None] = _print,
 ) -> int:
@@ -46,20 +50,37 @@ def serve(
         engine: Started and stopped here.
         tokenizer: The model's.
         config: Names, limits, keys.
-        host: Address to bind.
-        port: Port to bind; 0 takes a free one.
+        endpoint: Where to listen.
+        allowed_origins: See `create_app`.
         shutdown_timeout: Seconds that running requests get to finish after the first signal.
-        announce: Told once, when the port answers, where and how to call.
+        announce: Told once, when the endpoint answers, where and how to call.
 
     Returns:
-        The exit code: 0 when every request was answered, 1 when some were cut off.
+        The exit code: 0 when every request was answered, 1 when some were cut off or the engine
+        failed.
 
     Raises:
-        ConfigError: The address cannot be bound.
+        ConfigError: The endpoint cannot be listened on.
     """
-    listener = bind(host, port)
-    app = create_app(engine, tokenizer, config)
-    uvicorn_config = uvicorn.Config(
+    app = create_app(engine, tokenizer, config, allowed_origins=allowed_origins)
+    context: ServingContext = app.state.context
+    with endpoint.listening() as listener:
+        message = how_to_call(
+            endpoint.url(listener),
+            context.model_name,
+            chat=context.has_chat,
+            keyed=bool(config.api_keys),
+            uds=endpoint.uds,
+        )
+        server = DrainingServer(
+            _uvicorn_config(app, endpoint), context, shutdown_timeout, lambda: announce(message)
+        )
+        asyncio.run(server.serve(sockets=[listener]))
+    return 1 if server.cut_off or server.engine_failed else 0
+
+
+def _uvicorn_config(app: FastAPI, endpoint: Endpoint) -> uvicorn.Config:
+    return uvicorn.Config(
         app,
         http="h11",
         ws="none",
@@ -68,19 +89,10 @@ def serve(
         server_header=False,
         h11_max_incomplete_event_size=MAX_HEADER_BYTES,
         timeout_graceful_shutdown=CLOSE_SECONDS,
+        root_path=endpoint.root_path,
+        ssl_certfile=endpoint.ssl_certfile,
+        ssl_keyfile=endpoint.ssl_keyfile,
     )
-    context: ServingContext = app.state.context
-    url = _url(host, listener.getsockname()[1])
-    message = how_to_call(
-        url, context.model_name, chat=context.has_chat, keyed=bool(config.api_keys)
-    )
-    server = DrainingServer(uvicorn_config, context, shutdown_timeout, lambda: announce(message))
-
-    asyncio.run(server.serve(sockets=[listener]))
-    return 1 if server.cut_off or server.engine_failed else 0
-
-
-ENGINE_FAILED_SECONDS = 2.0  # for the last answers to leave
 
 
 class DrainingServer(uvicorn.Server):
@@ -118,6 +130,7 @@ class DrainingServer(uvicorn.Server):
         """
         if self._context.gate.draining:
             self._deadline = 0.0
+            self.config.timeout_graceful_shutdown = CUT_OFF_SECONDS
             signal.signal(sig, signal.SIG_DFL)
             return
         self._context.gate.draining = True
@@ -149,8 +162,8 @@ class DrainingServer(uvicorn.Server):
         return await super().on_tick(counter)
 
 
-def how_to_call(url: str, model: str, *, chat: bool, keyed: bool) -> str:
-    """The URL and two ready-to-paste calls; keys are taken from `PW_API_KEY`, never printed."""
+def how_to_call(url: str, model: str, *, chat: bool, keyed: bool, uds: Path | None = None) -> str:
+    """The URL and ready-to-paste calls; keys are taken from `PW_API_KEY`, never printed."""
     field: tuple[str, object] = ("prompt", "The sky is")
     path, call, text = "completions", "completions", "text"
     if chat:
@@ -159,6 +172,13 @@ def how_to_call(url: str, model: str, *, chat: bool, keyed: bool) -> str:
     argument = f"{field[0]}={json.dumps(field[1])}"
     data = shlex.quote(json.dumps({"model": model, field[0]: field[1], "max_tokens": 64}))
     header = ' -H "authorization: Bearer $PW_API_KEY"' if keyed else ""
+    if uds is not None:
+        socket_flag = f" --unix-socket {shlex.quote(str(uds))}"
+        return f"""\
+PagedWeight serves {model} on {uds}
+
+  curl{socket_flag} {url}/v1/{path} -H 'content-type: application/json'{header} -d {data}
+"""
     imports, key = ("import os\n  ", 'os.environ["PW_API_KEY"]') if keyed else ("", '"none"')
     return f"""\
 PagedWeight serves {model} on {url}
@@ -170,25 +190,3 @@ PagedWeight serves {model} on {url}
   answer = client.{call}.create(model={json.dumps(model)}, {argument}, max_tokens=64)
   print(answer.choices[0].{text})
 """
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """A listening socket.
-
-    Raises:
-        ConfigError: The address is taken or not this machine's.
-    """
-    try:
-        return socket.create_server(
-            (host, port),
-            family=socket.AF_INET6 if ":" in host else socket.AF_INET,
-            backlog=2048,
-        )
-    except (OSError, OverflowError) as error:
-        raise ConfigError(
-            f"cannot listen on {host}:{port}: {error}", "choose another one with `--port`"
-        ) from error
-
-
-def _url(host: str, port: int) -> str:
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
