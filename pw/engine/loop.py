@@ -24,6 +24,10 @@ IDLE_SECONDS = 0.2  # between turns of an engine that has nothing to do
 _PENDING_SECONDS = 0.02  # between safe points while planes come back to an idle engine
 
 
+class EngineLostError(RuntimeError):
+    """A step's last word: the engine is beyond help, nothing that it computes can be relied on."""
+
+
 class EngineLoop:
     """Runs an engine turn by turn, in one thread.
 
@@ -79,6 +83,8 @@ class EngineLoop:
             else:
                 wait, outputs = 0.0, self.engine.step()
             self._failures = 0
+        except EngineLostError:
+            raise
         except Exception as error:
             wait, outputs = 0.0, self._contain(error)
         if outputs:

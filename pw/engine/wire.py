@@ -2,9 +2,9 @@
 
 A frame is a length (4 bytes, little-endian) and a msgpack message of one of the types below, read
 back against its type: nothing that arrives is ever executed, unknown or misshapen messages are
-refused. Both ends are always the same version of this code.
+refused. Both ends are always the same version of this code. The engine ends when its end is closed.
 
-    to the engine     Load, then Add | Abort | GetPrecision | SetPolicy | Stop
+    to the engine     Load, then Add | Abort | GetPrecision | SetPolicy
     from the engine   Ready or StartFailed, then Outputs | Refused | Status | Answer | Failed
 """
 
@@ -105,10 +105,6 @@ class SetPolicy(_Message):
     policy: str
 
 
-class Stop(_Message):
-    """End now."""
-
-
 class Ready(_Message):
     """The engine is loaded."""
 
@@ -160,7 +156,7 @@ class Failed(_Message):
     error: str
 
 
-ToEngine = Load | Add | Abort | GetPrecision | SetPolicy | Stop
+ToEngine = Load | Add | Abort | GetPrecision | SetPolicy
 FromEngine = Ready | StartFailed | Outputs | Refused | Status | Answer | Failed
 
 

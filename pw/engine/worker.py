@@ -1,8 +1,8 @@
 """The engine's process: one thread that reads commands, steps the engine and sends what it makes.
 
 Started by `pw.serving.engine_process` as `python -m pw.engine.worker FD`, where FD is one end of a
-socket pair; the other end is the API process. Nobody else can reach it. The process ends when told
-to, when the engine is beyond help, or when the other end is closed, however that came about.
+socket pair; the other end is the API process. Nobody else can reach it. The process ends when the
+other end is closed, however that came about, or when the engine is beyond help.
 
 The socket never blocks the loop. An API process that does not read gets its streams aborted
 before what waits for it fills the memory.
@@ -21,7 +21,8 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from pw import logs
 from pw.engine import wire
@@ -63,19 +64,17 @@ class Worker:
         self._busy = False
         self._status_due = 0.0
 
-    def run(self) -> None:
-        """Work until told to stop.
+    def run(self) -> NoReturn:
+        """Work for as long as both ends live.
 
         Raises:
             EOFError: The other end is closed.
-            OSError: ... while something was sent.
+            ConnectionError: ... while something was sent.
             Exception: The engine is beyond help.
         """
         wait = 0.0
         while True:
             for command in self._receive(wait):
-                if isinstance(command, wire.Stop):
-                    return
                 self._obey(command)
             wait = self._loop.turn()
             self._send_outputs()
@@ -156,6 +155,10 @@ class Worker:
         logger.error("the API process does not read: %d requests are aborted", len(self._open))
         for request_id in tuple(self._open):
             self._loop.abort(request_id)
+        self._outputs = [
+            replace(out, finish_reason="error", error="nobody reads", error_code="slow_reader")
+            for out in self._outputs
+        ]
         self._send_outputs()
 
     def _send(self, message: wire.FromEngine) -> None:
@@ -171,7 +174,7 @@ def main(arguments: list[str]) -> int:
     """Load what the other end says, then serve it.
 
     Returns:
-        The exit code: 0 when told to stop or left alone, 1 after a fault.
+        The exit code: 0 when the other end is closed, 1 after a fault.
     """
     # Ctrl-C and a supervisor's SIGTERM may reach all processes of a service. The API process
     # decides what they mean; when it ends, its end of the socket is closed.
