@@ -149,6 +149,11 @@ class EngineConfig:
     max_num_queued_reqs: int = 256
     min_bits: int | None = None  # None: the artifact's
     max_bits: int | None = None
+    load_format: str = "auto"  # "auto" | "dummy": random weights in the shape of a config
+    enable_prefix_caching: bool = True
+    prefix_cache_precision: str = (
+        "not-worse"  # "not-worse" | "any" | "exact": pw.memory.prefix_cache
+    )
     offload_cpu_memory: int | None = None  # bytes of host plane store; None: all planes
     seed: int | None = None  # of requests that bring none; None: fresh entropy for each
     trace: Path | None = None  # JSONL of every transition
@@ -160,6 +165,13 @@ class EngineConfig:
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ConfigError(
                 f"gpu_memory_utilization must be in (0, 1]: {self.gpu_memory_utilization}"
+            )
+        if self.load_format not in ("auto", "dummy"):
+            raise ConfigError(f"load_format must be auto or dummy: `{self.load_format}`")
+        if self.prefix_cache_precision not in ("not-worse", "any", "exact"):
+            raise ConfigError(
+                f"unknown prefix cache precision: `{self.prefix_cache_precision}`",
+                "use not-worse, any or exact",
             )
         if self.max_num_seqs < 1 or self.max_num_batched_tokens < 1:
             raise ConfigError(

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from pw.config import PlannerConfig
 from pw.engine.experts import RoutingCounter
 from pw.engine.sequence import Sequence
+from pw.engine.sources import WeightSource
 from pw.engine.statistics import ExactStatistics, LearnedStatistics, PromptStatistics
 from pw.errors import StoreError
 from pw.memory.kv_cache import KvCache
@@ -21,7 +22,6 @@ from pw.planning.planner import PlannerState
 from pw.planning.residual import ExactResidual, ResidualHeads, merge
 from pw.planning.routing import RoutingStats
 from pw.planning.table import BlockTable
-from pw.store.artifact import Artifact
 
 _LIVE = 1.0  # weight of a request about to end: it still shares the weights for this step
 
@@ -103,7 +103,7 @@ class Quality:
 
 
 def make_quality(
-    artifact: Artifact,
+    artifact: WeightSource,
     table: WeightPageTable,
     config: PlannerConfig,
     counter: RoutingCounter,
@@ -136,7 +136,7 @@ def make_quality(
 
 
 def _statistics(
-    artifact: Artifact, config: PlannerConfig, device: torch.device
+    artifact: WeightSource, config: PlannerConfig, device: torch.device
 ) -> Callable[[], PromptStatistics] | None:
     geometry = artifact.geometry
     if config.residual == "learned":
@@ -155,7 +155,7 @@ def _statistics(
     return None
 
 
-def _require(artifact: Artifact, stage: str, command: str) -> None:
+def _require(artifact: WeightSource, stage: str, command: str) -> None:
     if not artifact.has_table(stage):
         raise StoreError(
             f"artifact has no table `{stage}`: `{artifact.path}`",

@@ -59,6 +59,7 @@ class SamplingParams:
     min_tokens: int = 0  # before which neither end tokens nor stop strings count
     logprobs: int | None = None  # top-k log-probabilities of each sampled token, 0 = chosen only
     prompt_logprobs: int | None = None  # the same of each prompt token given those before it
+    prompt_logprobs_start: int = 0  # place of the first prompt token to score; None before it
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     presence_penalty: float = 0.0  # taken from the logit of a token that the output has
@@ -86,7 +87,8 @@ class SamplingParams:
     def _check_counts(self) -> None:
         most = self.max_tokens
         _check(most is None or most >= 0, "max_tokens", most, ">= 0")
-        _check(self.min_tokens >= 0, "min_tokens", self.min_tokens, ">= 0")
+        for name in ("min_tokens", "prompt_logprobs_start"):
+            _check(getattr(self, name) >= 0, name, getattr(self, name), ">= 0")
         for name in ("logprobs", "prompt_logprobs"):
             k = getattr(self, name)
             _check(k is None or 0 <= k <= MAX_LOGPROBS, name, k, f"between 0 and {MAX_LOGPROBS}")
@@ -185,6 +187,7 @@ class EngineStatus:
     pages_weights: int = 0
     pages_kv: int = 0
     pages_free: int = 0
+    pages_cached: int = 0  # of the free ones: they hold prefixes that may be used again
     page_bytes: int = 0
     mean_bits: float = 0.0
     layer_bits: dict[int, float] = field(default_factory=dict)  # model layer -> mean bits

@@ -1,19 +1,24 @@
 """Which tokens the next step computes. Decides; takes pages; touches no device.
 
 Decodes come first, then prompts in chunks, both oldest first. When pages run out, relief comes in
-the order of DESIGN section 6: planes are given up by plan, then the youngest sequence is
-preempted and recomputed later. The oldest is never preempted, so it always advances; admission
-makes sure that it fits alone.
+the order of DESIGN section 6: idle prefixes go (they count as free pages), planes are given up by
+plan, then the youngest sequence is preempted and recomputed later, but for what the prefix cache
+still has of it. The oldest is never preempted, so it always advances; admission makes sure that it
+fits alone.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from typing import Protocol
 
 from pw.engine.sequence import Chunk, Sequence
 from pw.memory.kv_cache import KvCache
 from pw.memory.pool import PagePool
+from pw.memory.prefix_cache import PrecisionTag, PrefixMatch
+
+UNQUANTIZED = PrecisionTag(16.0, 16, b"unquantized")
 
 
 class Relief(Protocol):
@@ -38,6 +43,7 @@ class Scheduler:
         relief: Asked when pages run out.
         max_num_seqs: Running sequences at most.
         max_num_batched_tokens: Tokens of one step at most.
+        precision: Tells the widths of the experts now, for the prefix cache.
     """
 
     def __init__(
@@ -47,8 +53,10 @@ class Scheduler:
         relief: Relief,
         max_num_seqs: int,
         max_num_batched_tokens: int,
+        precision: Callable[[], PrecisionTag] = lambda: UNQUANTIZED,
     ) -> None:
         self._kv, self._pool, self._relief = kv, pool, relief
+        self._precision = precision
         self._max_seqs, self._max_tokens = max_num_seqs, max_num_batched_tokens
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # oldest first
@@ -71,25 +79,42 @@ class Scheduler:
     def pages_ahead(self, steps: int) -> int:
         """Pages that the running sequences will ask for within so many decode steps."""
         return sum(
-            self._kv.pages_to_grow(seq.kv, min(seq.length + steps, seq.longest))
+            self._kv.pages_ahead(seq.kv, min(seq.length + steps, seq.longest))
             for seq in self.running
             if seq.kv is not None
         )
 
-    def finish(self, sequence: Sequence) -> None:
-        """Forget a sequence, wherever it is, and free its pages."""
+    def book(self, chunk: Chunk) -> None:
+        """The tokens of a chunk are in the cache now."""
+        sequence, end = chunk.sequence, chunk.start + chunk.count
+        sequence.computed = end
+        if self._kv.prefix is not None:
+            assert sequence.kv is not None
+            if sequence.chain is None:
+                sequence.chain = self._kv.prefix.chain()
+            sequence.chain.extend(sequence.tokens, end)
+            self._kv.record(sequence.kv, end, sequence.chain, self._precision())
+
+    def finish(self, sequence: Sequence, *, keep: bool = True) -> None:
+        """Forget a sequence, wherever it is, and free its pages.
+
+        Args:
+            sequence: The sequence.
+            keep: False where its KV may be wrong: nobody shall use it again.
+        """
         if sequence in self.running:
             self.running.remove(sequence)
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
         if sequence.kv is not None:
-            self._kv.close(sequence.kv)
+            self._kv.close(sequence.kv, keep=keep)
             sequence.kv = None
 
     def _grow(self, sequence: Sequence, count: int, chunks: dict[Sequence, Chunk]) -> bool:
         """Make room for `count` more tokens and schedule them, unless `sequence` must yield."""
         assert sequence.kv is not None
         end = sequence.computed + count
+        self._kv.slide(sequence.kv, sequence.computed)
         while (lacking := self._lacking(sequence, end)) > 0:
             if self._relief.release(lacking, "kv allocation") > 0:
                 continue
@@ -109,19 +134,45 @@ class Scheduler:
         while self.waiting and len(self.running) < self._max_seqs:
             budget = self._max_tokens - sum(chunk.count for chunk in chunks.values())
             sequence = self.waiting[0]
-            if budget <= 0 or not self._fits(sequence):
+            if budget <= 0:
+                return
+            match = self._find_prefix(sequence)
+            if not self._fits(sequence, match):
                 return
             self.waiting.popleft()
-            sequence.kv = self._kv.open()
             self.running.append(sequence)
-            if not self._grow(sequence, min(sequence.length, budget), chunks):
+            self._let_in(sequence, match)
+            if not self._grow(sequence, min(sequence.length - match.tokens, budget), chunks):
                 return
 
-    def _fits(self, sequence: Sequence) -> bool:
+    def _find_prefix(self, sequence: Sequence) -> PrefixMatch:
+        """What need not be computed; the last token is always, for the logits after it."""
+        prefix, params = self._kv.prefix, sequence.params
+        scored = params.prompt_logprobs is not None and sequence.seen < len(sequence.prompt)
+        if prefix is None or scored:  # log-probabilities take all logits of the prompt
+            return PrefixMatch()
+        if sequence.chain is None:
+            sequence.chain = prefix.chain()
+        sequence.chain.extend(sequence.tokens, sequence.length)
+        most = (sequence.length - 1) // self._kv.unit
+        digests = sequence.chain.digests[:most]
+        return prefix.match(digests, self._precision(), params.min_bits)
+
+    def _let_in(self, sequence: Sequence, match: PrefixMatch) -> None:
+        sequence.kv = self._kv.open(match)
+        sequence.computed = sequence.reused = match.tokens
+        if sequence.cached_tokens is None:
+            sequence.cached_tokens = match.tokens
+            if self._kv.prefix is not None:
+                self._kv.prefix.queries += len(sequence.prompt)
+                self._kv.prefix.hits += match.tokens
+
+    def _fits(self, sequence: Sequence, match: PrefixMatch) -> bool:
         """Whether a new sequence can be computed without taking pages from running ones."""
         if not self.running:
             return True
-        needed = self._kv.pages_for_tokens(sequence.length + 1) + self.pages_ahead(1)
+        own = self._kv.pages_for_tokens(sequence.length + 1) - match.held
+        needed = own + self.pages_ahead(1)
         return needed <= self._pool.free_count + self._relief.releasable()
 
     def _lacking(self, sequence: Sequence, tokens: int) -> int:
@@ -133,7 +184,7 @@ class Scheduler:
         self.running.remove(sequence)
         self._kv.close(sequence.kv)
         sequence.kv = None
-        sequence.computed = 0
+        sequence.computed = sequence.reused = 0
         sequence.statistics = None
         self.preemptions += 1
         self.waiting.appendleft(sequence)

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from pw.engine.detokenizer import Detokenizer
 from pw.engine.request import SamplingParams, TokenLogprob
 from pw.engine.statistics import PromptStatistics
+from pw.engine.token_counts import TokenCounts
 from pw.memory.kv_cache import KvSequence
 from pw.memory.prefix_cache import PrefixChain
 
@@ -34,6 +35,7 @@ class Sequence:
     reused: int = 0  # tokens found in the prefix cache when it was last let in
     cached_tokens: int | None = None  # ... when it was first let in
     prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)  # not yet given out
+    counts: TokenCounts | None = None  # of its tokens, once a penalty asks for them
     seen: int = 0  # tokens of the prompt computed at least once
     arrived: float = field(default_factory=time.monotonic)  # seconds
     started: float | None = None  # ... when its first chunk was scheduled
@@ -55,6 +57,23 @@ class Sequence:
     def remaining(self) -> int:
         """Tokens it may still generate."""
         return self.max_tokens - len(self.output)
+
+    def see(self, end: int, scored: list[TokenLogprob]) -> int:
+        """Tokens up to `end` have been computed, and the log-probabilities that came out of it.
+
+        Returns:
+            Prompt tokens among them that had never been computed before.
+        """
+        places = len(self.prompt)
+        new = min(end, places) - self.seen
+        if new <= 0:
+            return 0
+        if self.params.prompt_logprobs is not None:
+            given = min(self.seen + 1, places) if self.seen else 0
+            count = min(self.seen + new + 1, places) - given
+            self.prompt_logprobs += [*[None] * (count - len(scored)), *scored]
+        self.seen += new
+        return new
 
     @property
     def kv_row(self) -> int:
@@ -87,6 +106,15 @@ class Chunk:
     def samples(self) -> bool:
         """Whether the sequence's next token comes out of this step."""
         return self.start + self.count == self.sequence.length
+
+    def scored_targets(self) -> range:
+        """Prompt tokens whose log-probabilities are wanted and come out of this chunk."""
+        prompt, params = self.sequence.prompt, self.sequence.params
+        if params.prompt_logprobs is None:
+            return range(0)
+        # A preempted sequence computes its prompt again: what has been scored stays.
+        first = max(self.start, params.prompt_logprobs_start - 1, self.sequence.seen)
+        return range(first + 1, min(self.start + self.count, len(prompt) - 1) + 1)
 
     def token_ids(self) -> Seq[int]:
         """The token ids to compute."""

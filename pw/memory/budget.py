@@ -20,13 +20,13 @@ from pw.memory.layout import BlockLayout, choose_base_bits
 from pw.models.geometry import KvGeometry
 from pw_kernels.bitplane import padded_cols, padded_rows
 
-SCORED_ROWS = 64  # rows of prompt logits that are normalised at a time
+SCORED_ROWS = 64  # rows of prompt logits that are made and normalised at a time
 
 # Tensors of each kind alive at once, counted generously; tests measure real steps against them.
 _HIDDEN_COPIES = 12  # [T, H] in a decoder layer
 _MODULE_COPIES = 3  # [T, outputs] of a module's linear maps
 _OBSERVED_COPIES = 3  # [T, H] and [T, I] shown to prompt statistics
-_LOGIT_COPIES = 3  # [S, V]: of the rows that sample, without blocked tokens
+_LOGIT_COPIES = 3  # [rows, V]: of the rows that sample, and of prompt tokens that are scored
 _SAMPLING_ROWS = 16  # [V] while one row is sampled
 _PLACE_COPIES = 4  # [layers, T] int64
 _SMALL_THINGS = 1 << 16
@@ -147,7 +147,7 @@ def workspace_bytes(
     fp32 = geometry.top_k * routed + padded_cols(hidden) + _OBSERVED_COPIES * (hidden + inner)
     typed = _HIDDEN_COPIES * hidden + _MODULE_COPIES * (widest + attention)
     places = 8 * (_PLACE_COPIES * len(kv.stored) + 16)  # slots and positions
-    logits = tokens + _LOGIT_COPIES * sequences + 2 * min(tokens, SCORED_ROWS) + _SAMPLING_ROWS
+    logits = _LOGIT_COPIES * (sequences + min(tokens, SCORED_ROWS)) + _SAMPLING_ROWS
     decoded = geometry.gate_up.weights + geometry.down.weights
     per_token = typed * itemsize + fp32 * 4 + places
     return tokens * per_token + (logits * vocabulary + decoded) * 4 + _SMALL_THINGS

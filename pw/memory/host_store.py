@@ -43,6 +43,7 @@ class HostPlaneStore:
         layouts: Page layout of each module, in the order of `MODULES`.
         limit_bytes: Host bytes at most; None = all blocks.
         pin: Pin the memory (asynchronous copies to a GPU need it).
+        alike: All blocks of a module hold the same bytes: one copy serves them all.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class HostPlaneStore:
         layouts: tuple[BlockLayout, BlockLayout],
         limit_bytes: int | None = None,
         pin: bool = False,
+        alike: bool = False,
     ) -> None:
         self._source = source
         self._geometry = source.geometry
@@ -60,6 +62,9 @@ class HostPlaneStore:
         self.bytes = 0
         self.disk_reads = 0
         for index in range(self._geometry.blocks):
+            if alike and index >= len(MODULES):
+                self._resident[index] = self._resident[index % len(MODULES)]
+                continue
             size = self._layout(index).stored_bytes
             if limit_bytes is None or self.bytes + size <= limit_bytes:
                 self._resident[index] = self._load(index)

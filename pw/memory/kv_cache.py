@@ -156,6 +156,11 @@ class KvCache:
             pages += len(group.shape.layers) * max(0, min(growth, peak - held))
         return pages
 
+    def pages_of(self, sequence: KvSequence) -> list[int]:
+        """Pages that a sequence holds, shared ones included."""
+        held = self._held(sequence)
+        return [page for place in held for page in self._unit_pages(sequence, *place)]
+
     @property
     def table_bytes(self) -> int:
         """Bytes of the block tables, and of the copy of them that a step reads."""

@@ -14,6 +14,7 @@ The tensors that kernels read (`pages_of`) keep their addresses for life.
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,6 +26,7 @@ from pw.memory.arena import Arena
 from pw.memory.host_store import HostPlaneStore
 from pw.memory.layout import BlockLayout
 from pw.memory.pool import PagePool
+from pw.memory.prefix_cache import PrecisionTag
 from pw_kernels.pages import WeightPages
 
 
@@ -115,6 +117,7 @@ class WeightPageTable:
         self.committed = np.zeros(geometry.blocks, dtype=np.int64)
         self.desired = np.zeros(geometry.blocks, dtype=np.int64)
         self.in_transfer: dict[int, Raise] = {}
+        self._tag: PrecisionTag | None = None  # of the committed bits, once somebody asked
         self._moving_pages = 0
         self._cancelled: set[int] = set()
         self._plane_pages: list[list[list[int]]] = [[] for _ in range(geometry.blocks)]
@@ -157,6 +160,13 @@ class WeightPageTable:
     def mean_bits(self) -> float:
         """Mean committed bits of a routed weight."""
         return float((self.committed * self._weights).sum() / self._weights.sum())
+
+    def tag(self) -> PrecisionTag:
+        """What KV is marked with that is computed at these widths."""
+        if self._tag is None:
+            epoch = hashlib.blake2b(self.committed.tobytes(), digest_size=16).digest()
+            self._tag = PrecisionTag(self.mean_bits(), int(self.committed.min()), epoch)
+        return self._tag
 
     def layer_bits(self) -> NDArray[np.float64]:
         """Mean committed bits of a routed weight in each MoE layer: [L]."""
@@ -304,6 +314,7 @@ class WeightPageTable:
         return slot, expert, int(self.committed[index]), self._plane_pages[index], region
 
     def _write_entry(self, index: int) -> None:
+        self._tag = None
         self._tables[index % 2].write(*self._entry(index))
 
     # -- checking ---------------------------------------------------------------------------

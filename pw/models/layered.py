@@ -50,7 +50,9 @@ class LayeredModel:
             )
         definition: Any = checkpoint.architecture.meta
         attention = "sdpa" if definition._supports_sdpa else "eager"
-        self._model: Any = build(checkpoint, dtype, attention=attention, experts=EXPERTS)
+        self._model: Any = build(
+            checkpoint.architecture, dtype, attention=attention, experts=EXPERTS
+        )
         self._base: Any = getattr(self._model, self._model.base_model_prefix)
         self._layers: Any = self._base.layers
         self._checkpoint, self._dtype, self._device = checkpoint, dtype, device

@@ -13,10 +13,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from pw.blocks import ExpertGeometry
 from pw.errors import ModelError
-from pw.models.architecture import text_model
+from pw.models.architecture import Architecture, text_model
 from pw.models.attention import NAME as ATTENTION
 from pw.models.attention import AttentionContext, bind_attention
 from pw.models.checkpoint import Checkpoint
@@ -65,24 +66,62 @@ class Skeleton:
         keep: Tensor,  # [n] int64, indices of the tokens whose logits are wanted
     ) -> Tensor:
         """Logits [n, vocab] of a packed batch of chunks of several sequences."""
+        return self.logits(self.hidden(input_ids, positions, context, keep))
+
+    def hidden(
+        self, input_ids: Tensor, positions: Tensor, context: AttentionContext, keep: Tensor
+    ) -> Tensor:
+        """What `forward` makes logits of: [n, H], a small part of their bytes."""
         if self.flat is not None:
-            return self.flat(input_ids, positions, context, keep)
-        return general_forward(self.model, input_ids, positions, context, keep)
+            return self.flat.hidden(input_ids, positions, context, keep)
+        return _general_hidden(self.model, input_ids, positions, context, keep)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits [n, vocab] of any rows of `hidden` [n, H]."""
+        if self.flat is not None:
+            return self.flat.logits(hidden)
+        return _general_logits(self.model, hidden)
 
 
 def general_forward(
     model: Any, input_ids: Tensor, positions: Tensor, context: AttentionContext, keep: Tensor
 ) -> Tensor:
     """`Skeleton.forward` through transformers' own forward pass."""
-    output = model(
+    return _general_logits(model, _general_hidden(model, input_ids, positions, context, keep))
+
+
+def _general_hidden(
+    model: Any, input_ids: Tensor, positions: Tensor, context: AttentionContext, keep: Tensor
+) -> Tensor:
+    output = model.base_model(
         input_ids=input_ids.unsqueeze(0),
         position_ids=positions.unsqueeze(0),
         use_cache=False,
-        logits_to_keep=keep,
         pw_context=context,
     )
+    hidden: Tensor = output.last_hidden_state[0]
+    return hidden.index_select(0, keep)
+
+
+def _general_logits(model: Any, hidden: Tensor) -> Tensor:
+    """Head of a model, with whatever it does to the logits after it."""
+    ids = torch.zeros(1, len(hidden), dtype=torch.int64, device=hidden.device)  # only counted
+    output = model(input_ids=ids, pw_hidden=hidden.unsqueeze(0), use_cache=False)
     logits: Tensor = output.logits[0]
     return logits
+
+
+def _split_head(model: Any) -> None:
+    """Let `model(pw_hidden=h)` begin behind the layers, with h [1, n, H]."""
+    base = model.base_model
+    layers = base.forward
+
+    def forward(*args: Any, pw_hidden: Tensor | None = None, **options: Any) -> Any:
+        if pw_hidden is None:
+            return layers(*args, **options)
+        return MoeModelOutputWithPast(last_hidden_state=pw_hidden)
+
+    base.forward = forward
 
 
 def load_skeleton(
@@ -96,20 +135,28 @@ def load_skeleton(
         ModelError: A tensor of the model is neither on disk nor tied to one that is.
     """
     device = torch.device(device)
-    model = build(checkpoint, dtype, attention=ATTENTION, experts=EXPERTS)
+    model = build(checkpoint.architecture, dtype, attention=ATTENTION, experts=EXPERTS)
     load_tensors(model, checkpoint, checkpoint.keymap.dense, dtype, device)
     model.tie_weights()
     _check_loaded(model)
+    return finish(model, checkpoint.architecture, dtype, device)
+
+
+def finish(
+    model: Any, architecture: Architecture, dtype: torch.dtype, device: torch.device
+) -> Skeleton:
+    """Make a skeleton of a model whose dense weights are in place."""
     if device.type == "cpu" and dtype == torch.float32:
         _store_by_column(model)
-    bind_attention(model, checkpoint.architecture.probe.bindings)
+    bind_attention(model, architecture.probe.bindings)
+    _split_head(model)
     modules = [module for _, module in expert_modules(model)]
-    config = checkpoint.architecture.config
+    config = architecture.config
     flat = flat_decoder(model, partial(general_forward, model))
     return Skeleton(
         model=model,
-        geometry=checkpoint.geometry,
-        kv=checkpoint.kv,
+        geometry=architecture.geometry,
+        kv=architecture.probe.kv,
         dtype=dtype,
         device=device,
         dense_bytes=_loaded_bytes(model),
@@ -122,11 +169,10 @@ def load_skeleton(
     )
 
 
-def build(checkpoint: Checkpoint, dtype: torch.dtype, *, attention: str, experts: str) -> Any:
+def build(architecture: Architecture, dtype: torch.dtype, *, attention: str, experts: str) -> Any:
     """The module tree: parameters on `meta`, computed buffers (rope frequencies) real."""
-    config = checkpoint.architecture.config
     with _parameters_on_meta():
-        return text_model(config, dtype, attention=attention, experts=experts)
+        return text_model(architecture.config, dtype, attention=attention, experts=experts)
 
 
 def load_tensors(

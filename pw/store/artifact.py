@@ -72,6 +72,11 @@ class Artifact:
         return self._tables.manifest
 
     @property
+    def model_name(self) -> str:
+        """What the model is called."""
+        return self.manifest.model.name
+
+    @property
     def geometry(self) -> ExpertGeometry:
         """Layers, experts and block shapes."""
         return self.manifest.geometry

@@ -25,7 +25,7 @@ def check_against_the_books(engine: Any) -> Counter[str]:
         for number, pages in enumerate(planes):
             assert {picture["cells"][page] for page in pages} == {str(number)}, index
     for sequence in parts.kv.sequences.values():
-        assert {picture["cells"][page] for page in sequence.pages} <= {"K"}
+        assert {picture["cells"][page] for page in parts.kv.pages_of(sequence)} <= {"K"}
     moving = [page for move in parts.table.in_transfer.values() for page in move.pages]
     assert {picture["cells"][page] for page in moving} <= {"M"}
     assert counts["M"] == len(moving)

@@ -1,0 +1,82 @@
+"""Planes, LUTs and tables that look like an artifact's and mean nothing: for load tests.
+
+All blocks of a module hold the same random planes, so that the host keeps one copy; on the device
+every block has pages of its own, as with a real model.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from pw.blocks import MODULES, BlockKey, ExpertGeometry
+from pw.models.architecture import Architecture
+from pw.models.dummy import STANDARD_DEVIATION
+from pw.models.features import feature_count
+from pw.store.files import sha256_file
+from pw.store.tables import Table
+from pw_kernels.bitplane import padded_rows
+
+_LOSS_PER_BLOCK = 1e-4  # nats at the least width, in the middle of the blocks: a scale, no more
+_SPREAD = 1.5  # standard deviation of its logarithm
+
+
+class DummySource:
+    """A `WeightSource` made of a folder with a config.json (see `pw.models.dummy`).
+
+    Attributes:
+        architecture: Shapes of the model.
+    """
+
+    min_bits, max_bits = 2, 8
+    lut_dtype = torch.bfloat16
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.architecture = Architecture.load(path)
+        self.model_name = path.name
+        self.artifact_hash = sha256_file(path / "config.json")
+
+    @property
+    def geometry(self) -> ExpertGeometry:
+        """Layers, experts and block shapes."""
+        return self.architecture.geometry
+
+    def read_planes(self, key: BlockKey, first: int, count: int, out: NDArray[np.uint8]) -> None:
+        """Random bits, the same for every block of a module."""
+        generator = np.random.default_rng([MODULES.index(key.module), first])
+        np.frombuffer(out, np.uint8)[:] = generator.integers(256, size=out.nbytes, dtype=np.uint8)
+
+    def lut(self, key: BlockKey, bits: int) -> Tensor:
+        """Quantiles of a normal distribution in every row: [N padded, 2^bits]."""
+        rows = padded_rows(self.geometry.shape(key.module).rows)
+        middle = (torch.arange(1 << bits) + 0.5) / (1 << bits)
+        values: Tensor = torch.special.ndtri(middle.double()) * STANDARD_DEVIATION
+        return values.to(self.lut_dtype).repeat(rows, 1)
+
+    def has_table(self, stage: str) -> bool:
+        """Whether `table` makes it up."""
+        return stage in ("sensitivity", "residuals")
+
+    def table(self, stage: str) -> Table:
+        """Losses that fall by four a bit and differ between blocks; heads that predict nothing."""
+        layers, experts = len(self.geometry.layers), self.geometry.experts
+        if stage == "residuals":
+            heads = (layers, experts * len(MODULES))
+            features = feature_count(self.geometry.gate_up.cols)
+            return Table(
+                {
+                    "coef": np.zeros((*heads, features), np.float32),
+                    "intercept": np.zeros(heads, np.float32),
+                    "kept": np.zeros(heads, np.bool_),
+                }
+            )
+        widths = list(range(self.min_bits, self.max_bits + 1))
+        size = (layers, experts, len(MODULES), 1)
+        scale = np.random.default_rng(0).lognormal(np.log(_LOSS_PER_BLOCK), _SPREAD, size)
+        losses = scale * 0.25 ** np.arange(len(widths))
+        return Table({"output_gradient": losses, "hessian": losses}, {"widths": widths})
