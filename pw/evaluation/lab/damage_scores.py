@@ -26,6 +26,7 @@ from pw.blocks import MODULES, BlockKey, Module
 from pw.evaluation.lab.model import UNQUANTIZED, LabModel
 from pw.models.dense import ExpertCall, ExpertObserver, activate
 
+Floats = NDArray[np.float64]
 SCORES = ("token", "gemq", "fisher", "hessian", "output")
 
 
@@ -38,12 +39,14 @@ class _ScoreSums(ExpertObserver):
         shape = (len(geometry.layers), geometry.experts, len(MODULES), len(model.widths))
         self.sums = {name: torch.zeros(shape, dtype=torch.float64) for name in SCORES}
         self.mass = torch.zeros(shape[:2], dtype=torch.float64)
+        self.squares = torch.zeros(shape[:2], dtype=torch.float64)
         self.tokens = torch.zeros(shape[:2], dtype=torch.float64)
         self._errors: dict[tuple[int, int, int], Tensor] = {}
 
     def expert(self, call: ExpertCall) -> None:
         """Forward scores at once, the others when the gradients arrive."""
         self.mass[call.slot, call.expert] += call.weights.detach().double().sum()
+        self.squares[call.slot, call.expert] += call.weights.detach().double().square().sum()
         self.tokens[call.slot, call.expert] += len(call.tokens)
         self._watch(call, "gate_up", call.inputs.detach(), call.gate_up)
         self._watch(call, "down", call.hidden.detach(), call.output)
@@ -93,8 +96,9 @@ class _ScoreSums(ExpertObserver):
         return self._geometry.index(BlockKey(self._geometry.layers[slot], expert, module))
 
 
-def measure_scores(model: LabModel, windows: Iterable[Tensor]) -> dict[str, NDArray[np.float64]]:
-    """All scores [L, E, M, W] on these windows, and `mass` and `tokens` [L, E] of their routing.
+def measure_scores(model: LabModel, windows: Iterable[Tensor]) -> dict[str, Floats]:
+    """All scores [L, E, M, W] on these windows, and of their routing `mass` (sums of r), `squares`
+    (of r^2) and `tokens` [L, E].
 
     The gradient scores are means over all predicted tokens, nats per token.
     """
@@ -110,4 +114,5 @@ def measure_scores(model: LabModel, windows: Iterable[Tensor]) -> dict[str, NDAr
     found["hessian"] = sums.sums["hessian"] / routed
     found["output"] = sums.sums["output"].sqrt()
     arrays = {name: values.numpy() for name, values in found.items()}
-    return arrays | {"mass": sums.mass.numpy(), "tokens": sums.tokens.numpy()}
+    routing = {name: getattr(sums, name).numpy() for name in ("mass", "squares", "tokens")}
+    return arrays | routing

@@ -65,7 +65,7 @@ class Lab:
     @property
     def dense(self) -> Scores:
         """The unquantized model."""
-        self._ensure_reference()
+        self.prepare()
         return Scores(np.array(self._dense), np.zeros(len(self._dense)))
 
     def score(self, bits: Bits | Sequence[Bits]) -> Scores:
@@ -78,7 +78,7 @@ class Lab:
             table = np.broadcast_to(table, (len(self.windows), len(table)))
         if len(table) != len(self.windows):
             raise ValueError(f"{len(table)} allocations for {len(self.windows)} windows")
-        self._ensure_reference()
+        self.prepare()
         pairs = []
         for place, window in enumerate(self.windows):
             self.model.hold(table[place])
@@ -104,7 +104,8 @@ class Lab:
         return self.model.logits(window.ids, window.scored - 1, self._starts[place])
 
     @torch.no_grad()
-    def _ensure_reference(self) -> None:
+    def prepare(self) -> None:
+        """Run the unquantized model now, if it has not run; with the experts that it has now."""
         if self._references:
             return
         self.model.hold(self.model.unquantized())

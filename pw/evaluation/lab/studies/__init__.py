@@ -1,0 +1,20 @@
+"""The tables of docs/quality.md, one module each: `run(room)` measures, `tables(result)` prints."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from pw.evaluation.lab.room import Room
+from pw.evaluation.lab.studies import equal_bytes, transitions
+
+
+class Study(NamedTuple):
+    """How to measure and how to print."""
+
+    run: Callable[[Room], dict[str, Any]]
+    tables: Callable[[dict[str, Any]], str]
+
+
+STUDIES = {
+    "equal-bytes": Study(equal_bytes.run, equal_bytes.tables),
+    "transitions": Study(transitions.run, transitions.tables),
+}

@@ -1,0 +1,169 @@
+"""Does predicted damage rank blocks as the model does? Measured divergence of single blocks.
+
+Each block alone goes from unquantized to 2 and 3 bits, and from 4 bits to 2 with all others at 4;
+the divergence from the unquantized model is measured on prose, code and key-value prompts. Scores
+come from the mixed calibration text; routing and residuals from the text at hand.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from scipy.stats import pearsonr, spearmanr
+from torch import Tensor
+
+from pw.blocks import MODULES
+from pw.config import PlannerConfig
+from pw.evaluation.lab.lab import Lab
+from pw.evaluation.lab.model import Bits, Memo
+from pw.evaluation.lab.planned import ProductPlanner
+from pw.evaluation.lab.probe import Floats, Prober, Prompt
+from pw.evaluation.lab.room import Room
+from pw.evaluation.lab.studies.common import markdown
+from pw.evaluation.lab.studies.groups import group_windows
+from pw.planning.residual import merge
+
+_WINDOWS, _LENGTH = 4, 1024
+_RARE = 1e-3  # share below which a ratio of shares means little
+KINDS = ("prose", "code", "key-value")
+MOVES = ((0, 2), (0, 3), (4, 2))  # from (all other blocks stay there), to; 0 = unquantized
+
+
+def run(room: Room) -> dict[str, Any]:
+    """Measure all blocks, or read what was measured; correlate."""
+    measured = _measured(room)
+    rows = []
+    for kind in KINDS:
+        windows = group_windows(room, kind, _WINDOWS, _LENGTH)
+        prober = Prober(room.model, room.model.artifact, PlannerConfig().residual_clamp)
+        prompts = [prober.read(window.ids) for window in windows]
+        for before, after in MOVES:
+            name = f"{kind} {before}->{after}"
+            if name not in measured:
+                continue
+            found = np.array(measured[name])
+            for predictor, values in predictions(room, prompts, before, after):
+                rank, line = spearmanr(values, found), pearsonr(values, found)
+                rows.append(
+                    {
+                        "text": kind,
+                        "move": f"{before or 16}->{after}",
+                        "predictor": predictor,
+                        "spearman": round(float(rank.statistic), 4),
+                        "pearson": round(float(line.statistic), 4),
+                        "predicted_sum": float(values.sum()),
+                        "measured_sum": float(found.sum()),
+                    }
+                )
+    return {"rows": rows, "blocks": room.model.geometry.blocks, "tokens": _WINDOWS * _LENGTH}
+
+
+def predictions(
+    room: Room, prompts: list[Prompt], before: int, after: int
+) -> Iterator[tuple[str, Floats]]:
+    """Name and damage [n] of one move of every block, by each way to predict it."""
+    widths = room.model.widths
+    planner = ProductPlanner(room.model, room.model.artifact, room.costs)
+    stats = planner.new_stats()
+    for prompt in prompts:
+        stats.update(prompt.mass, prompt.tokens)
+    learned = merge([p.learned for p in prompts if p.learned is not None], [1.0] * len(prompts))
+    exact = merge([prompt.exact for prompt in prompts], [1.0] * len(prompts))
+
+    def move(scores: Floats) -> Floats:
+        start = scores[:, before - widths[0]] if before else 0.0
+        return np.maximum(scores[:, after - widths[0]] - start, 0.0)
+
+    def cost(name: str) -> Floats:
+        return move(room.flat(name))
+
+    def product(eta: Floats | None) -> Floats:
+        return move(planner.damage.damage(stats.mass(), eta))
+
+    linear, linear_usual = _shares([p.mass for p in prompts]), _shares([room.scores["mass"]])
+    square, square_usual = _shares([p.squares for p in prompts]), _shares([room.scores["squares"]])
+    yield "hessian", cost("hessian")
+    yield "hessian x r", cost("hessian") * linear
+    yield "hessian x r^2", cost("hessian") * square
+    if exact is not None:
+        yield "hessian x r^2 x eta exact", cost("hessian") * square * exact.ravel()
+    for name in ("fisher", "gemq", "token"):
+        yield name, cost(name)
+    by_mass, by_square = (
+        (linear + _RARE) / (linear_usual + _RARE),
+        (square + _RARE) / (square_usual + _RARE),
+    )
+    yield "token x r / usual", cost("token") * by_mass
+    yield "token x r^2 / usual", cost("token") * by_square
+    yield "product, eta off", product(None)
+    for name, eta in (("learned", learned), ("exact", exact)):
+        if eta is not None:
+            yield f"token x eta {name}", cost("token") * eta.ravel()
+            yield f"product, eta {name}", product(eta)
+
+
+def _shares(sums: list[Floats]) -> Floats:
+    """Share [n] of its layer's sums that each block's expert has."""
+    total = np.sum(sums, axis=0)
+    return np.repeat((total / total.sum(1, keepdims=True)).ravel(), len(MODULES))
+
+
+def _measured(room: Room) -> dict[str, list[float]]:
+    """KL of each block's move on each kind of text; kept in the room's memory."""
+    kept = None if room.memory is None else room.memory / "transitions.json"
+    found: dict[str, list[float]] = {}
+    if kept is not None and kept.exists():
+        found = json.loads(kept.read_text())
+    for kind in KINDS:
+        for before, after in MOVES:
+            name = f"{kind} {before}->{after}"
+            if name in found or (before and kind != "prose") or (after == 3 and kind != "prose"):
+                continue
+            lab = Lab(room.model, group_windows(room, kind, _WINDOWS, _LENGTH))
+            base = room.model.uniform(before)
+            found[name] = single_moves(lab, base, after).tolist()
+            if kept is not None:
+                kept.write_text(json.dumps(found) + "\n")
+    return found
+
+
+@torch.no_grad()
+def single_moves(lab: Lab, base: Bits, bits: int) -> Floats:
+    """Rise [n] of the divergence when one block alone goes to `bits` from the allocation `base`."""
+    lab.prepare()
+    model, geometry = lab.model, lab.model.geometry
+    rises = np.zeros((geometry.blocks, len(lab.windows)))
+    for place, window in enumerate(lab.windows):
+        memo = Memo(slots=len(geometry.layers) - 1)
+        model.hold(base)
+        _, usual = lab.compare(place, model.logits(window.ids, window.scored - 1, memo))
+        for block in range(geometry.blocks):
+            changed = base.copy()
+            changed[block] = bits
+            model.hold(changed)
+            slot = block // (geometry.experts * len(MODULES))
+            logits: Tensor = model.logits(window.ids, window.scored - 1, memo, slot)
+            rises[block, place] = lab.compare(place, logits)[1] - usual
+    return np.asarray(rises.mean(1))
+
+
+def tables(result: dict[str, Any]) -> str:
+    """Markdown: predictors down, texts and moves across."""
+    places = sorted({(row["text"], row["move"]) for row in result["rows"]})
+    names = list(dict.fromkeys(row["predictor"] for row in result["rows"]))
+    value = {(r["predictor"], r["text"], r["move"]): r for r in result["rows"]}
+    rows = [
+        [name]
+        + [
+            f"{value[name, *place]['spearman']:.2f} / {value[name, *place]['pearson']:.2f}"
+            if (name, *place) in value
+            else "-"
+            for place in places
+        ]
+        for name in names
+    ]
+    return markdown(["predictor", *(f"{text}, {move}" for text, move in places)], rows)
