@@ -1,22 +1,27 @@
 """Text to token ids and back, chat templates, and the ids that end a generation.
 
-Templates come from the checkpoint and run in transformers' sandbox; what they refuse is the
-caller's error and is told in the template's own words.
+Templates come from the checkpoint and run in transformers' sandbox, for a limited time; what they
+refuse is the caller's error and is told in the template's own words.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
-from jinja2.exceptions import TemplateError
 from transformers import AutoTokenizer
 
 from pw.errors import ModelError, RequestError
 
 _TEMPLATE_HINT = "see chat_template.jinja or tokenizer_config.json of the model"
+TEMPLATE_SECONDS = 5.0  # for one conversation; an honest template needs milliseconds
+_INFO_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
 class Tokenizer:
@@ -26,12 +31,15 @@ class Tokenizer:
         inner: The tokenizer of transformers.
         eos_token_ids: Ids that end a generation, ascending.
         vocab_size: One more than the largest id.
+        longest_token: Characters of text that one token holds at most.
     """
 
     def __init__(self, inner: Any, eos_token_ids: tuple[int, ...]) -> None:
         self.inner = inner
         self.eos_token_ids = eos_token_ids
-        self.vocab_size = max(inner.get_vocab().values()) + 1
+        vocabulary: dict[str, int] = inner.get_vocab()
+        self.vocab_size = max(vocabulary.values()) + 1
+        self.longest_token = max(map(len, vocabulary))  # in the vocabulary's own spelling
 
     @property
     def bos_token_id(self) -> int | None:
@@ -43,6 +51,34 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         """Whether `encode_chat` can work."""
         return bool(self.inner.chat_template)
+
+    @property
+    def chat_template(self) -> str:
+        """Source of the chat template, of all of them if there are several; "" if none."""
+        source = self.inner.chat_template or ""
+        return "\n".join(source.values()) if isinstance(source, dict) else str(source)
+
+    def use_template(self, source: str) -> None:
+        """Take another chat template than the model's own."""
+        self.inner.chat_template = source
+
+    def is_special(self, text: str) -> bool:
+        """Whether a text is one special token, which answers leave out."""
+        return text in self.inner.all_special_tokens
+
+    def info(self) -> dict[str, Any]:
+        """What remote users of the tokenizer need to know: special tokens, template, sizes."""
+        names = {name: getattr(self.inner, name) for name in _INFO_NAMES}
+        ids = {f"{name}_id": getattr(self.inner, f"{name}_id") for name in _INFO_NAMES}
+        return {
+            "tokenizer_class": type(self.inner).__name__,
+            "vocab_size": self.vocab_size,
+            **names,
+            **ids,
+            "eos_token_ids": list(self.eos_token_ids),
+            "additional_special_tokens": list(self.inner.all_special_tokens),
+            "chat_template": self.inner.chat_template,
+        }
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text, as the model was trained to see a fresh text."""
@@ -71,6 +107,9 @@ class Tokenizer:
     ) -> str:
         """Text of a conversation in the model's template.
 
+        The role `developer` is told to templates that do not know it as `system`, OpenAI's older
+        word for it.
+
         Raises:
             RequestError: The model has no template, or the template refuses the messages.
         """
@@ -78,16 +117,26 @@ class Tokenizer:
             raise RequestError(
                 "this model has no chat template",
                 param="messages",
-                hint="use /v1/completions with a plain prompt",
+                hint="use /v1/completions with a plain prompt, or serve with --chat-template",
             )
+        source = self.chat_template
+        if variables.get("tools") and "tools" not in source:
+            raise RequestError(
+                "the model's chat template knows no tools",
+                code="unsupported_parameter",
+                param="tools",
+                hint="serve with a --chat-template that does, or set tool_choice to `none`",
+            )
+        renamed = {} if "developer" in source else {"developer": "system"}
         try:
-            text: str = self.inner.apply_chat_template(
-                [dict(message) for message in messages],
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt,
-                **variables,
-            )
-        except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+            with _time_limit(TEMPLATE_SECONDS):
+                text: str = self.inner.apply_chat_template(
+                    [_with_role(message, renamed) for message in messages],
+                    tokenize=False,
+                    add_generation_prompt=add_generation_prompt,
+                    **variables,
+                )
+        except Exception as error:  # a template is a program of its own: whatever it raises
             sentence = str(error).strip() or type(error).__name__
             raise RequestError(
                 f"the model's chat template refuses these messages: {sentence}",
@@ -96,9 +145,39 @@ class Tokenizer:
             ) from error
         return text
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
-        """Token ids of a conversation; see `render_chat`. The template writes special tokens."""
-        return self.encode(self.render_chat(messages, **options), add_special_tokens=False)
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_special_tokens: bool = False,
+        **options: Any,
+    ) -> list[int]:
+        """Token ids of a conversation; see `render_chat`. Templates write special tokens."""
+        text = self.render_chat(messages, **options)
+        return self.encode(text, add_special_tokens=add_special_tokens)
+
+
+def _with_role(message: Mapping[str, Any], renamed: Mapping[str, str]) -> dict[str, Any]:
+    role = message.get("role", "")
+    return {**message, "role": renamed.get(role, role)}
+
+
+@contextmanager
+def _time_limit(seconds: float) -> Iterator[None]:
+    """Make Python code in this thread raise `TimeoutError` when the time is over."""
+    deadline = time.monotonic() + seconds
+
+    def trace(_frame: FrameType, _event: str, _argument: Any) -> Any:
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"it took longer than {seconds:g} s")
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
 
 
 def load_tokenizer(path: Path) -> Tokenizer:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import uuid
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from pw.engine.request import FinishReason, RequestOutput, TokenLogprob
 from pw.serving.generation import SequenceSpec
-from pw.serving.logprobs import CompletionLogprobs, TokenTexts, chat_logprobs
+from pw.serving.logprobs import CompletionLogprobs, TokenTexts, chat_logprobs, prompt_logprob_maps
+from pw.serving.tool_parsers import Piece, ToolCall, ToolParser
 
 Json = dict[str, Any]
 
@@ -28,17 +31,15 @@ class Choice:
 
     text: str = ""
     logprobs: list[TokenLogprob] = field(default_factory=list)
-    prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
+    prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)
     finish_reason: FinishReason | None = None
-    completion_tokens: int = 0
 
     def add(self, output: RequestOutput) -> None:
         """Append an output."""
         self.text += output.text
         self.logprobs.extend(output.logprobs)
-        self.prompt_logprobs = self.prompt_logprobs or output.prompt_logprobs
+        self.prompt_logprobs.extend(output.prompt_logprobs)
         self.finish_reason = output.finish_reason
-        self.completion_tokens = output.completion_tokens
 
 
 class Writer(Protocol):
@@ -47,10 +48,7 @@ class Writer(Protocol):
     def deltas(self, index: int, output: RequestOutput) -> list[Json]:
         """Chunk choices for a sequence's next output; none when it holds no news."""
 
-    def choice(self, index: int, choice: Choice) -> Json:
-        """A finished choice."""
-
-    def answer(self, choices: list[Json], usage: Json) -> Json:
+    def answer(self, choices: list[Choice], usage: Json) -> Json:
         """The whole answer."""
 
     def chunk(self, choices: list[Json]) -> Json:
@@ -58,14 +56,31 @@ class Writer(Protocol):
 
 
 class CompletionWriter:
-    """`/v1/completions`."""
+    """`/v1/completions`.
 
-    id_prefix = "cmpl"
+    Args:
+        head: Fields that all chunks share.
+        sequences: What runs; a choice each.
+        texts: Spells tokens.
+        logprobs: Alternatives of each token, or None for no `logprobs`.
+        prompt_logprobs: Alternatives of each prompt token, or None for no `prompt_logprobs`.
+    """
 
-    def __init__(self, head: Head, sequences: list[SequenceSpec], texts: TokenTexts) -> None:
+    def __init__(
+        self,
+        head: Head,
+        sequences: list[SequenceSpec],
+        texts: TokenTexts,
+        logprobs: int | None = None,
+        prompt_logprobs: int | None = None,
+    ) -> None:
         self._head = head
         self._sequences = sequences
-        self._logprobs = [CompletionLogprobs(texts) for _ in sequences]
+        self._texts = texts
+        self._wanted = logprobs
+        self._prompt_wanted = prompt_logprobs
+        self._lists = [CompletionLogprobs(texts, logprobs or 0) for _ in sequences]
+        self._prompt_told = [0] * len(sequences)  # prompt tokens whose entries are written
         self._opened: set[int] = set()
 
     def deltas(self, index: int, output: RequestOutput) -> list[Json]:
@@ -74,40 +89,52 @@ class CompletionWriter:
         if index not in self._opened:
             self._opened.add(index)
             text = self._echo(index) + text
-        logprobs = self._lists(index, output.prompt_logprobs, output.logprobs)
+        logprobs = self._logprobs(index, output.prompt_logprobs, output.logprobs)
         if not text and logprobs is None and output.finish_reason is None:
             return []
         return [self._choice(index, text, logprobs, output.finish_reason)]
 
-    def choice(self, index: int, choice: Choice) -> Json:
-        """A finished choice, after the prompt where `echo` asks for it."""
-        logprobs = self._lists(index, choice.prompt_logprobs, choice.logprobs)
-        return self._choice(index, self._echo(index) + choice.text, logprobs, choice.finish_reason)
-
-    def answer(self, choices: list[Json], usage: Json) -> Json:
+    def answer(self, choices: list[Choice], usage: Json) -> Json:
         """The whole answer."""
-        return self.chunk(choices) | {"usage": usage}
+        written = [self._finished(index, choice) for index, choice in enumerate(choices)]
+        return self.chunk(written) | {"usage": usage}
 
     def chunk(self, choices: list[Json]) -> Json:
         """One chunk; completions use one `object` for both."""
         return {"object": "text_completion", **vars(self._head), "choices": choices}
 
+    def _finished(self, index: int, choice: Choice) -> Json:
+        """A choice, after the prompt where `echo` asks for it."""
+        logprobs = self._logprobs(index, choice.prompt_logprobs, choice.logprobs)
+        text = self._echo(index) + choice.text
+        written = self._choice(index, text, logprobs, choice.finish_reason)
+        if self._prompt_wanted is not None:
+            entries = choice.prompt_logprobs
+            written["prompt_logprobs"] = prompt_logprob_maps(
+                self._texts, entries, self._prompt_wanted
+            )
+        return written
+
     def _echo(self, index: int) -> str:
         return self._sequences[index].prompt.text or ""
 
-    def _lists(
+    def _logprobs(
         self,
         index: int,
-        prompt_logprobs: tuple[TokenLogprob | None, ...],
-        logprobs: tuple[TokenLogprob, ...] | list[TokenLogprob],
+        prompt_logprobs: Sequence[TokenLogprob | None],
+        logprobs: Sequence[TokenLogprob],
     ) -> Json | None:
-        if self._sequences[index].params.logprobs is None:
+        """The lists over the next tokens; those of the prompt only beside its text."""
+        prompt = self._sequences[index].prompt
+        if self._wanted is None:
             return None
-        if not prompt_logprobs and not logprobs:
-            return None
-        prompt = zip(self._sequences[index].prompt.token_ids, prompt_logprobs, strict=False)
-        entries = [*prompt, *((entry.token_id, entry) for entry in logprobs)]
-        return self._logprobs[index].lists(entries)
+        rows: list[tuple[int, TokenLogprob | None]] = []
+        if prompt.text is not None:
+            told = self._prompt_told[index]
+            self._prompt_told[index] += len(prompt_logprobs)
+            rows += zip(prompt.token_ids[told:], prompt_logprobs, strict=False)
+        rows += ((entry.token_id, entry) for entry in logprobs)
+        return self._lists[index].lists(rows) if rows else None
 
     @staticmethod
     def _choice(
@@ -117,67 +144,127 @@ class CompletionWriter:
 
 
 class ChatWriter:
-    """`/v1/chat/completions`."""
+    """`/v1/chat/completions`.
 
-    id_prefix = "chatcmpl"
+    Args:
+        head: Fields that all chunks share.
+        sequences: What runs; a choice each.
+        texts: Spells tokens.
+        logprobs: Whether tokens are told with theirs.
+        prompt_logprobs: Alternatives of each prompt token, or None for no `prompt_logprobs`.
+        parser: Makes what finds tool calls in a sequence's text; None where there are none.
+        parallel_calls: Whether a choice may have more than one call; others are dropped.
+    """
 
-    def __init__(self, head: Head, sequences: list[SequenceSpec], texts: TokenTexts) -> None:
+    def __init__(
+        self,
+        head: Head,
+        sequences: list[SequenceSpec],
+        texts: TokenTexts,
+        *,
+        logprobs: bool = False,
+        prompt_logprobs: int | None = None,
+        parser: Callable[[], ToolParser] | None = None,
+        parallel_calls: bool = True,
+    ) -> None:
         self._head = head
-        self._sequences = sequences
         self._texts = texts
+        self._wanted = logprobs
+        self._prompt_wanted = prompt_logprobs
+        self._parsers = [parser() for _ in sequences] if parser else None
+        self._max_calls = None if parallel_calls else 1
+        self._calls = [0] * len(sequences)  # calls of each sequence so far
         self._opened: set[int] = set()
 
     def deltas(self, index: int, output: RequestOutput) -> list[Json]:
-        """Chunk choices of their own for the role, for text or logprobs, and for the end."""
-        logprobs = self._lists(index, output.logprobs) if output.logprobs else None
+        """Chunk choices of their own for the role, for news, and for the end."""
         deltas = []
         if index not in self._opened:
             self._opened.add(index)
-            deltas.append(self._delta(index, {"role": "assistant", "content": ""}, None, None))
-        if output.text or logprobs:
-            deltas.append(self._delta(index, {"content": output.text}, logprobs, None))
-        if output.finish_reason is not None:
-            deltas.append(self._delta(index, {}, None, output.finish_reason))
+            deltas.append(self._delta(index, {"role": "assistant", "content": ""}))
+        finish = output.finish_reason
+        bodies = [self._body(piece, index) for piece in self._pieces(index, output.text, finish)]
+        logprobs = self._logprobs(output.logprobs) if output.logprobs else None
+        if logprobs is not None and not bodies:
+            bodies = [{"content": ""}]
+        for body in bodies:
+            deltas.append(self._delta(index, body, logprobs))
+            logprobs = None
+        if finish is not None:
+            deltas.append(self._delta(index, {}, None, self._reason(index, finish)))
         return deltas
 
-    def choice(self, index: int, choice: Choice) -> Json:
-        """A finished choice."""
-        return {
-            "index": index,
-            "message": {"role": "assistant", "content": choice.text, "refusal": None},
-            "logprobs": self._lists(index, choice.logprobs),
-            "finish_reason": choice.finish_reason,
-        }
-
-    def answer(self, choices: list[Json], usage: Json) -> Json:
+    def answer(self, choices: list[Choice], usage: Json) -> Json:
         """The whole answer."""
         head = {"object": "chat.completion", **vars(self._head)}
-        return {**head, "choices": choices, "usage": usage}
+        written = [self._finished(index, choice) for index, choice in enumerate(choices)]
+        answer = {**head, "choices": written, "usage": usage}
+        if self._prompt_wanted is not None:
+            entries = choices[0].prompt_logprobs
+            answer["prompt_logprobs"] = prompt_logprob_maps(
+                self._texts, entries, self._prompt_wanted
+            )
+        return answer
 
     def chunk(self, choices: list[Json]) -> Json:
         """One chunk."""
         return {"object": "chat.completion.chunk", **vars(self._head), "choices": choices}
 
-    def _lists(
-        self, index: int, logprobs: tuple[TokenLogprob, ...] | list[TokenLogprob]
-    ) -> Json | None:
-        if self._sequences[index].params.logprobs is None:
-            return None
-        return chat_logprobs(self._texts, logprobs)
+    def _finished(self, index: int, choice: Choice) -> Json:
+        assert choice.finish_reason is not None
+        pieces = self._pieces(index, choice.text, choice.finish_reason)
+        content = "".join(piece for piece in pieces if isinstance(piece, str))
+        calls = [self._call(piece, index) for piece in pieces if isinstance(piece, ToolCall)]
+        message: Json = {"role": "assistant", "content": content, "refusal": None}
+        if calls:
+            message |= {"content": content or None, "tool_calls": calls}
+        return {
+            "index": index,
+            "message": message,
+            "logprobs": self._logprobs(choice.logprobs),
+            "finish_reason": self._reason(index, choice.finish_reason),
+        }
+
+    def _pieces(self, index: int, text: str, finish: FinishReason | None) -> list[Piece]:
+        """Content and calls that are certain after more text."""
+        if self._parsers is None:
+            return [text] if text else []
+        parser = self._parsers[index]
+        pieces = parser.feed(text)
+        if finish is not None:
+            pieces += parser.finish()
+        if self._max_calls is not None:
+            pieces = self._first_calls(index, pieces, self._max_calls)
+        return pieces
+
+    def _first_calls(self, index: int, pieces: list[Piece], most: int) -> list[Piece]:
+        room = most - self._calls[index]
+        calls = [piece for piece in pieces if isinstance(piece, ToolCall)]
+        dropped = {id(call) for call in calls[room:]}
+        return [piece for piece in pieces if id(piece) not in dropped]
+
+    def _body(self, piece: Piece, index: int) -> Json:
+        if isinstance(piece, str):
+            return {"content": piece}
+        place = self._calls[index]
+        return {"tool_calls": [{"index": place, **self._call(piece, index)}]}
+
+    def _call(self, call: ToolCall, index: int) -> Json:
+        self._calls[index] += 1
+        function = {"name": call.name, "arguments": call.arguments}
+        # Nine characters, all that Mistral's templates take when the call comes back.
+        return {"id": uuid.uuid4().hex[:9], "type": "function", "function": function}
+
+    def _reason(self, index: int, reason: FinishReason) -> str:
+        return "tool_calls" if reason == "stop" and self._calls[index] else reason
+
+    def _logprobs(self, entries: Sequence[TokenLogprob]) -> Json | None:
+        return chat_logprobs(self._texts, entries) if self._wanted else None
 
     @staticmethod
     def _delta(
-        index: int, delta: Json, logprobs: Json | None, finish_reason: FinishReason | None
+        index: int, delta: Json, logprobs: Json | None = None, finish_reason: str | None = None
     ) -> Json:
         return {
             "index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason,
         }  # fmt: skip
-
-
-def usage_of(prompt_tokens: int, completion_tokens: int) -> Json:
-    """The `usage` object: each prompt counted once, completions summed."""
-    return {
-        "prompt_tokens": prompt_tokens,
-        "completion_tokens": completion_tokens,
-        "total_tokens": prompt_tokens + completion_tokens,
-    }

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 from fastapi import FastAPI
+from starlette.middleware.cors import CORSMiddleware
 
 from pw import __version__
 from pw.serving.context import ServingConfig, ServingContext
@@ -13,6 +14,7 @@ from pw.serving.control import control_router
 from pw.serving.endpoints import generation_router
 from pw.serving.engine_protocol import AsyncEngineProtocol, TokenizerProtocol
 from pw.serving.errors import install_error_handlers
+from pw.serving.headers import HeaderLimit
 from pw.serving.limits import BodyLimit
 from pw.serving.middleware import HttpMetrics, RequestIdentity, RequireKey
 from pw.serving.operations import operations_router
@@ -20,7 +22,11 @@ from pw.serving.tokenization import tokenization_router
 
 
 def create_app(
-    engine: AsyncEngineProtocol, tokenizer: TokenizerProtocol, config: ServingConfig
+    engine: AsyncEngineProtocol,
+    tokenizer: TokenizerProtocol,
+    config: ServingConfig,
+    *,
+    allowed_origins: Sequence[str] = (),
 ) -> FastAPI:
     """An ASGI app that serves one engine; `app.state.context` is its `ServingContext`.
 
@@ -28,6 +34,7 @@ def create_app(
         engine: Started when the app starts, stopped when it stops.
         tokenizer: The model's; used on one thread of the app's own.
         config: Names, limits, keys.
+        allowed_origins: Origins whose pages may call the server from a browser; `*`: all.
     """
     context = ServingContext(engine, tokenizer, config)
 
@@ -39,6 +46,7 @@ def create_app(
         context.gate.draining = True
         await context.watch.stop()
         context.encoder.close()
+        await context.grammars.close()
         await engine.shutdown(0)
 
     app = FastAPI(title="PagedWeight", version=__version__, lifespan=lifespan)
@@ -51,8 +59,21 @@ def create_app(
     app.include_router(control_router(context))
     # The last one added is the outermost.
     app.add_middleware(BodyLimit, max_bytes=config.limits.max_body_bytes)
-    if config.api_keys:
-        app.add_middleware(RequireKey, keys=config.api_keys, retry_after=retry_after)
+    app.add_middleware(
+        RequireKey,
+        keys=config.api_keys,
+        admin_keys=config.admin_keys,
+        retry_after=retry_after,
+    )
     app.add_middleware(HttpMetrics, metrics=context.metrics)
+    app.add_middleware(HeaderLimit)
     app.add_middleware(RequestIdentity)
+    if allowed_origins:  # a browser's question whether it may ask carries no key
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=allowed_origins,
+            allow_methods=("GET", "POST"),
+            allow_headers=("*",),
+            expose_headers=("x-request-id",),
+        )
     return app

@@ -52,18 +52,37 @@ async def while_connected(receive: Receive, work: Awaitable[T]) -> T:
 class EventStream(Response):
     """Server-sent events, ended by `[DONE]`, or by an error object when it breaks off.
 
+    Silence is broken by comments, which keep proxies from closing the connection. A client that
+    reads nothing for a long time counts as gone.
+
     Args:
         events: JSON values, one per event.
         resources: Closed before the last event, or when the client goes.
+        headers: More headers of the response.
+        ping_interval: Seconds of silence before a comment.
+        send_timeout: Seconds in which the client must take what was sent.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncIterator[Any], resources: AsyncExitStack) -> None:
-        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+    def __init__(
+        self,
+        events: AsyncIterator[Any],
+        resources: AsyncExitStack,
+        *,
+        headers: dict[str, str],
+        ping_interval: float,
+        send_timeout: float,
+    ) -> None:
+        fixed = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+        super().__init__(headers=fixed | headers)
         del self.headers["content-length"]
         self._events = events
         self._resources = resources
+        self._ping_interval = ping_interval
+        self._send_timeout = send_timeout
+        self._sending = asyncio.Lock()  # a comment must not cut into an event
+        self._last_sent = 0.0  # event loop seconds
 
     async def __call__(self, _scope: Scope, receive: Receive, send: Send) -> None:
         """Send the stream; a client that goes away ends it silently."""
@@ -73,21 +92,46 @@ class EventStream(Response):
 
     async def _send_all(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        pings = asyncio.create_task(self._ping(send))
+        try:
+            await self._send_events(send)
+        finally:
+            pings.cancel()
+            await asyncio.gather(pings, return_exceptions=True)
+
+    async def _send_events(self, send: Send) -> None:
         last = b"[DONE]"
         try:
             async for event in self._events:
-                await _send_event(send, orjson.dumps(event))
+                await self._send_data(send, orjson.dumps(event))
+        except ClientDisconnect:
+            raise
         except (RequestError, GenerationError) as error:
             last = orjson.dumps(error_body(error))
         except Exception as error:
             logger.exception("stream broke off")
             last = orjson.dumps(error_body(error))
         await self._resources.aclose()  # a client that asks again at `[DONE]` finds its place free
-        await _send_event(send, last)
+        await self._send_data(send, last)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
+    async def _ping(self, send: Send) -> None:
+        clock = asyncio.get_running_loop().time
+        self._last_sent = clock()
+        while True:
+            await asyncio.sleep(self._last_sent + self._ping_interval - clock())
+            if clock() - self._last_sent >= self._ping_interval:
+                await self._send_bytes(send, b": ping\n\n")
 
-async def _send_event(send: Send, data: bytes) -> None:
-    await send(
-        {"type": "http.response.body", "body": b"data: " + data + b"\n\n", "more_body": True}
-    )
+    async def _send_data(self, send: Send, data: bytes) -> None:
+        await self._send_bytes(send, b"data: " + data + b"\n\n")
+
+    async def _send_bytes(self, send: Send, data: bytes) -> None:
+        async with self._sending:
+            try:
+                async with asyncio.timeout(self._send_timeout):
+                    await send({"type": "http.response.body", "body": data, "more_body": True})
+            except TimeoutError:
+                logger.info("a client read nothing for %g s: gone", self._send_timeout)
+                raise ClientDisconnect from None
+            self._last_sent = asyncio.get_running_loop().time()

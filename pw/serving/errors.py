@@ -36,6 +36,10 @@ _FORMS = {
 class GenerationError(Exception):
     """The engine gave a sequence up for a reason that is not the client's; a 500."""
 
+    def __init__(self, message: str, code: str = "server_error") -> None:
+        super().__init__(message)
+        self.code = code
+
 
 def error_body(error: Exception) -> dict[str, Any]:
     """OpenAI's error object; what is not meant for users becomes "internal error"."""
@@ -43,12 +47,11 @@ def error_body(error: Exception) -> dict[str, Any]:
         text = f"{error.message} (hint: {error.hint})" if error.hint else error.message
         kind = "invalid_request_error" if error.status < 500 else "server_error"
         fields = {"type": kind, "param": error.param, "code": error.code}
+    elif isinstance(error, GenerationError):
+        text = f"generation failed: {error}"
+        fields = {"type": "server_error", "param": None, "code": error.code}
     else:
-        text = (
-            f"generation failed: {error}"
-            if isinstance(error, GenerationError)
-            else "internal error"
-        )
+        text = "internal error"
         fields = {"type": "server_error", "param": None, "code": "server_error"}
     return {"error": {"message": text[:MAX_MESSAGE_CHARS], **fields}}
 

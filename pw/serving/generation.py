@@ -13,7 +13,7 @@ from pw.engine.request import RequestOutput, SamplingParams
 from pw.errors import RequestError
 from pw.serving.engine_protocol import AsyncEngineProtocol
 from pw.serving.errors import GenerationError
-from pw.serving.limits import shutting_down
+from pw.serving.limits import ServingLimits, shutting_down, timed_out
 from pw.serving.log_lines import RequestRecord, log_request
 from pw.serving.metrics import SequenceTimer, ServingMetrics
 from pw.serving.prompts import EncodedPrompt
@@ -69,6 +69,8 @@ class Generation:
         open_generations: This one is in it while it runs, so that a server can end them all.
         request_id: Prefix of the engine's ids; unique in this process.
         sequences: What to run.
+        limits: How many outputs wait to be read before the engine must.
+        deadline: When it fails with a timeout, on the event loop's clock; None: never.
     """
 
     def __init__(
@@ -78,18 +80,30 @@ class Generation:
         open_generations: set[Generation],
         request_id: str,
         sequences: list[SequenceSpec],
+        *,
+        limits: ServingLimits,
+        deadline: float | None = None,
     ) -> None:
         self._engine = engine
         self._open = open_generations
         self.request_id = request_id
         self._sequences = sequences
         self._timers = [SequenceTimer(metrics, len(s.prompt.token_ids)) for s in sequences]
-        self._outputs: asyncio.Queue[tuple[int, RequestOutput] | Exception] = asyncio.Queue()
+        self._outputs: asyncio.Queue[tuple[int, RequestOutput] | Exception] = asyncio.Queue(
+            limits.buffered_outputs * len(sequences)
+        )
+        self._limits = limits
+        self._deadline = deadline
+        self._timeout: asyncio.TimerHandle | None = None
         self._running = len(sequences)
         self._tasks: list[asyncio.Task[None]] = []
 
     async def __aenter__(self) -> Generation:
         self._open.add(self)
+        if self._deadline is not None:
+            error = timed_out(self._limits.request_timeout or 0.0)
+            loop = asyncio.get_running_loop()
+            self._timeout = loop.call_at(self._deadline, self.fail, error)
         self._tasks = [
             asyncio.create_task(self._pump(index, spec))
             for index, spec in enumerate(self._sequences)
@@ -98,6 +112,8 @@ class Generation:
 
     async def __aexit__(self, error: type[BaseException] | None, *_: object) -> None:
         self._open.discard(self)
+        if self._timeout is not None:
+            self._timeout.cancel()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -126,7 +142,9 @@ class Generation:
         return item
 
     def fail(self, error: Exception) -> None:
-        """Make the reader's next step raise `error`."""
+        """Make the reader's next step raise `error`; what it has not read is dropped."""
+        while not self._outputs.empty():
+            self._outputs.get_nowait()
         self._outputs.put_nowait(error)
 
     async def _pump(self, index: int, spec: SequenceSpec) -> None:
@@ -137,12 +155,12 @@ class Generation:
             async with aclosing(outputs):
                 async for output in outputs:
                     timer.record(output)
-                    self._outputs.put_nowait(_checked(index, output))
+                    await self._outputs.put(_checked(index, output))
                     if output.finish_reason is not None:
                         return
             raise GenerationError("engine ended the sequence without a reason")
         except Exception as error:
-            self._outputs.put_nowait(error)
+            await self._outputs.put(error)
         finally:
             if timer.finish_reason is None:
                 self._engine.abort(sequence_id)
@@ -183,8 +201,11 @@ class Generation:
 
 def _checked(index: int, output: RequestOutput) -> tuple[int, RequestOutput] | Exception:
     """An output, or the error that it stands for: clients know neither "abort" nor "error"."""
+    if output.finish_reason == "error" and output.error_code == "timeout":
+        return RequestError(output.error or "request timed out", code="timeout", status=504)
     if output.finish_reason == "error":
-        return GenerationError(output.error or "unknown reason")
+        code = output.error_code or "server_error"
+        return GenerationError(output.error or "unknown reason", code)
     if output.finish_reason == "abort":
         return shutting_down()
     return index, output

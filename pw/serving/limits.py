@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from pw.engine.request import MAX_LOGPROBS
 from pw.errors import ConfigError, RequestError
 
 
@@ -21,13 +22,21 @@ class ServingLimits:
     max_open_sequences: int = 320  # running and queued, all requests; max-num-seqs + queue
     max_body_bytes: int = 8 << 20
     max_messages: int = 4096  # messages of one conversation
+    max_tools: int = 128  # of one request
     max_stop_chars: int = 4096  # of all stop strings of one request
+    max_logprobs: int = MAX_LOGPROBS  # alternatives of a token
     retry_after_seconds: int = 1
+    request_timeout: float | None = None  # seconds from a request's arrival to its last byte
+    sse_ping_interval: float = 15.0  # seconds of silence in a stream
+    send_timeout: float = 60.0  # seconds in which a client must read something
+    buffered_outputs: int = 64  # of one sequence, before the engine's side must wait
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if value < 1:
-                raise ConfigError(f"{name} must be at least 1: {value}")
+            if value is not None and not value > 0:
+                raise ConfigError(f"{name} must be positive: {value}")
+        if self.max_logprobs > MAX_LOGPROBS:
+            raise ConfigError(f"max_logprobs must be at most {MAX_LOGPROBS}: {self.max_logprobs}")
 
     def check_sequences(self, n: int, prompts: int) -> None:
         """Refuse a request whose choices or prompts are too many.
@@ -43,6 +52,26 @@ class ServingLimits:
                 f"{n} x {prompts}",
                 param="prompt",
             )
+
+    def check_logprobs(self, count: int | None, param: str) -> None:
+        """Refuse more alternatives than the server gives.
+
+        Raises:
+            RequestError: With the count and the bound.
+        """
+        if count is not None and not 0 <= count <= self.max_logprobs:
+            raise RequestError(
+                f"{param} must be between 0 and {self.max_logprobs}: {count}", param=param
+            )
+
+    def check_tools(self, tools: int) -> None:
+        """Refuse too many tools.
+
+        Raises:
+            RequestError: With the count and the bound.
+        """
+        if tools > self.max_tools:
+            raise RequestError(f"tools must be at most {self.max_tools}: {tools}", param="tools")
 
     def check_messages(self, messages: int) -> None:
         """Refuse a conversation of too many turns.
@@ -90,6 +119,11 @@ class AdmissionGate:
             yield
         finally:
             self.open_sequences -= sequences
+
+
+def timed_out(seconds: float) -> RequestError:
+    """The end of a request that took too long."""
+    return RequestError(f"request took longer than {seconds:g} s", code="timeout", status=504)
 
 
 def shutting_down() -> RequestError:

@@ -24,10 +24,16 @@ def _byte_level_alphabet() -> dict[str, int]:
 
 
 class TokenTexts:
-    """Text and bytes of single tokens, remembered."""
+    """Text and bytes of single tokens, remembered.
 
-    def __init__(self, tokenizer: TokenizerProtocol) -> None:
+    Args:
+        tokenizer: The model's.
+        by_id: Spell tokens as `token_id:123`, so that no two look alike.
+    """
+
+    def __init__(self, tokenizer: TokenizerProtocol, *, by_id: bool = False) -> None:
         self._tokenizer = tokenizer
+        self._by_id = by_id
         self._bytes: dict[int, bytes] = {}
         self._alphabet = _byte_level_alphabet()
 
@@ -39,6 +45,8 @@ class TokenTexts:
 
     def text(self, token_id: int) -> str:
         r"""The token as JSON can hold it: `bytes:\xNN...` when it is no whole characters."""
+        if self._by_id:
+            return f"token_id:{token_id}"
         raw = self.raw(token_id)
         try:
             return raw.decode()
@@ -58,10 +66,16 @@ class TokenTexts:
 
 
 class CompletionLogprobs:
-    """The four parallel lists of `/v1/completions`, with offsets that run on over chunks."""
+    """The four parallel lists of `/v1/completions`, with offsets that run on over chunks.
 
-    def __init__(self, texts: TokenTexts) -> None:
+    Args:
+        texts: Spells tokens.
+        alternatives: Likeliest tokens in `top_logprobs`; the token itself is always there.
+    """
+
+    def __init__(self, texts: TokenTexts, alternatives: int) -> None:
         self._texts = texts
+        self._alternatives = alternatives
         self._offset = 0
 
     def lists(
@@ -86,7 +100,8 @@ class CompletionLogprobs:
 
     def _top(self, text: str, entry: TokenLogprob) -> dict[str, float]:
         top: dict[str, float] = {}
-        for token_id, logprob in entry.top:  # falling, so that of equal texts the likelier stays
+        # Falling, so that of equal texts the likelier stays.
+        for token_id, logprob in entry.top[: self._alternatives]:
             top.setdefault(self._texts.text(token_id), finite(logprob))
         top.setdefault(text, finite(entry.logprob))
         return top
@@ -108,6 +123,25 @@ def chat_logprobs(texts: TokenTexts, entries: Sequence[TokenLogprob]) -> dict[st
         for entry in entries
     ]
     return {"content": content, "refusal": None}
+
+
+def prompt_logprob_maps(
+    texts: TokenTexts, entries: Sequence[TokenLogprob | None], alternatives: int
+) -> list[dict[str, Any] | None]:
+    """VLLM's `prompt_logprobs`: for each prompt token its own entry and the likeliest, by id."""
+
+    def mapped(entry: TokenLogprob) -> dict[str, Any]:
+        places = {
+            token_id: {"logprob": finite(logprob), "rank": rank}
+            for rank, (token_id, logprob) in enumerate(entry.top[:alternatives], start=1)
+        }
+        own = {"logprob": finite(entry.logprob), "rank": None}  # its rank is not computed
+        return {
+            str(token_id): place | {"decoded_token": texts.text(token_id)}
+            for token_id, place in ({entry.token_id: own} | places).items()
+        }
+
+    return [None if entry is None else mapped(entry) for entry in entries]
 
 
 def finite(logprob: float) -> float:

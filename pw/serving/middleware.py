@@ -15,6 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from pw.errors import RequestError
 from pw.serving.errors import error_response
 from pw.serving.metrics import ServingMetrics
+from pw.serving.page import page_paths
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 _KNOWN_METHODS = {"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"}
@@ -74,30 +75,73 @@ class HttpMetrics:
 
 
 class RequireKey:
-    """Every route needs an API key, but those that tell the server's health."""
+    """Every route needs an API key, but those of the server's health and of the live page.
 
-    def __init__(self, app: ASGIApp, keys: Sequence[str], retry_after: int) -> None:
+    Routes find in `scope["pw.role"]` what the key makes of its bearer: "admin", "user" or None.
+
+    Args:
+        app: Behind it.
+        keys: Of users; empty: routes need none.
+        admin_keys: Of those who may also change the server.
+        retry_after: Seconds, of refusals.
+    """
+
+    def __init__(
+        self, app: ASGIApp, keys: Sequence[str], admin_keys: Sequence[str], retry_after: int
+    ) -> None:
         self._app = app
-        self._digests = [_digest(key.encode()) for key in keys]
+        self._roles = [
+            *((_digest(key.encode()), "user") for key in keys),
+            *((_digest(key.encode()), "admin") for key in admin_keys),
+        ]
+        self._open = not keys
+        self._open_paths = OPEN_PATHS | page_paths()
         self._retry_after = retry_after
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on if it may."""
-        if scope["type"] != "http" or scope["path"] in OPEN_PATHS or self._knows(scope):
+        if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        refusal = RequestError("API key is missing or wrong", code="invalid_api_key", status=401)
+        role = scope["pw.role"] = self._role(scope)
+        if self._open or role is not None or scope["path"] in self._open_paths:
+            await self._app(scope, receive, send)
+            return
         response = error_response(
-            refusal, retry_after=self._retry_after, headers={"www-authenticate": "Bearer"}
+            wrong_key(), retry_after=self._retry_after, headers={"www-authenticate": "Bearer"}
         )
         await response(scope, receive, send)
 
-    def _knows(self, scope: Scope) -> bool:
+    def _role(self, scope: Scope) -> str | None:
         header: bytes = dict(scope["headers"]).get(b"authorization", b"")
         scheme, _, key = header.partition(b" ")
         given = _digest(key.strip())
-        known = [hmac.compare_digest(given, digest) for digest in self._digests]  # all, always
-        return scheme.lower() == b"bearer" and any(known)
+        held = [role for known, role in self._roles if hmac.compare_digest(given, known)]
+        return max(held, default=None, key="admin".__eq__) if scheme.lower() == b"bearer" else None
+
+
+def wrong_key() -> RequestError:
+    """The refusal of a request without a key."""
+    return RequestError("API key is missing or wrong", code="invalid_api_key", status=401)
+
+
+def check_admin(scope: Scope, *, open_to_admins: bool) -> None:
+    """Let only bearers of an admin key pass.
+
+    Args:
+        scope: Of the request.
+        open_to_admins: Whether there are admin keys at all.
+
+    Raises:
+        RequestError: 401 without a key, 403 with one of a user or where nobody may pass.
+    """
+    role = scope.get("pw.role")
+    if role == "admin":
+        return
+    if open_to_admins and role is None:
+        raise wrong_key()
+    hint = "use an admin key" if open_to_admins else "serve with --admin-key"
+    raise RequestError("this needs an admin key", code="permission_denied", status=403, hint=hint)
 
 
 def _digest(key: bytes) -> bytes:

@@ -32,6 +32,7 @@ class PromptEncoder:
 
     def __init__(self, tokenizer: TokenizerProtocol) -> None:
         self._tokenizer = tokenizer
+        self._longest_token = max(1, tokenizer.longest_token)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="pw-tokenizer")
 
     def close(self) -> None:
@@ -39,15 +40,23 @@ class PromptEncoder:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     async def completion(
-        self, prompts: Prompts, *, add_special_tokens: bool, with_text: bool
+        self, prompts: Prompts, *, add_special_tokens: bool, with_text: bool, max_tokens: int
     ) -> list[EncodedPrompt]:
         """Encode the prompts of a completion request, all or none.
 
+        Args:
+            prompts: In any of the four forms.
+            add_special_tokens: To prompts that are text.
+            with_text: Give the text of each prompt, too.
+            max_tokens: A text that must have more than these is refused before it is encoded.
+
         Raises:
-            RequestError: A prompt is empty or has an id outside the vocabulary.
+            RequestError: A prompt is empty, too long, or has an id outside the vocabulary.
         """
 
         def encode_all() -> list[EncodedPrompt]:
+            for prompt in split_prompts(prompts):
+                self._check_length(prompt, max_tokens)
             return [
                 self._encode_one(prompt, add_special_tokens, with_text)
                 for prompt in split_prompts(prompts)
@@ -91,6 +100,16 @@ class PromptEncoder:
 
     async def _call(self, function: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, function)
+
+    def _check_length(self, prompt: str | list[int], max_tokens: int) -> None:
+        """Encoding megabytes would keep all other prompts waiting."""
+        if isinstance(prompt, str) and len(prompt) > max_tokens * self._longest_token:
+            raise RequestError(
+                f"context length is {max_tokens} tokens, but the prompt has {len(prompt)} "
+                "characters, more than so many tokens can hold",
+                code="context_length_exceeded",
+                param="prompt",
+            )
 
     def _encode_one(
         self, prompt: str | list[int], add_special_tokens: bool, with_text: bool

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from typing import Any
 
 from pw.engine.request import (
@@ -38,6 +38,16 @@ class FakeEngine:
         self.tokens = 0
         self.step = 0
         self.stopped = False
+        self.policy = "static:4"
+        self.script: list[str] = []  # said instead of STORY, piece by piece; token i is piece i
+
+    async def precision_map(self) -> dict[str, Any]:
+        return {"layers": [{"layer": 0, "gate_up": [4, 4], "down": [4, 3], "mass": [0.75, 0.25]}]}
+
+    async def set_policy(self, policy: str) -> None:
+        if not policy.startswith("static:"):
+            raise RequestError(f"policy cannot be taken now: `{policy}`", param="policy")
+        self.policy = policy
 
     def start(self) -> None:
         self.stopped = False
@@ -55,6 +65,8 @@ class FakeEngine:
         self, request_id: str, prompt_token_ids: list[int], params: SamplingParams
     ) -> AsyncIterator[RequestOutput]:
         self.calls[request_id] = (prompt_token_ids, params)
+        if any(token >= 1000 for token, _ in params.logit_bias):
+            raise RequestError("logit_bias has an id outside the vocabulary", param="logit_bias")
         if self.REFUSE in prompt_token_ids:
             raise RequestError("needs 9 pages of 8", code="context_length_exceeded")
         self.running += 1
@@ -70,6 +82,10 @@ class FakeEngine:
         limit = params.max_tokens if params.max_tokens is not None else self.max_model_len
         start = params.seed or 0
         done = 0
+        says = self.script or [word + " " for word in STORY]
+        if params.prompt_logprobs is not None:
+            for output in self._prompt_logprobs(request_id, prompt, params.prompt_logprobs):
+                yield output
         while True:
             await asyncio.sleep(3600 if self.MUTE in prompt else self.step_seconds)
             if done == 3 and self.BREAK in prompt:
@@ -81,26 +97,41 @@ class FakeEngine:
                 raise ZeroDivisionError("secret detail")
             if done == 3 and self.ABORT in prompt:
                 yield RequestOutput(request_id, finish_reason="abort")
-            last = done + 1 >= min(limit, len(STORY))
-            token = (start + done) % len(STORY)
+            last = done + 1 >= min(limit, len(says))
+            token = (start + done) % len(says)
             new = min(1, limit)
             done += new
             self.tokens += new
             yield RequestOutput(
                 request_id,
-                text=(STORY[token] + " ") * new,
+                text=says[token] * new,
                 token_ids=(token,) * new,
                 logprobs=self._logprobs(token, params)[:new],
-                prompt_logprobs=(None, *(TokenLogprob(token, -1.5) for token in prompt[1:]))
-                if params.prompt_logprobs is not None and done == new
-                else (),
                 finish_reason=("length" if done == limit else "stop") if last else None,
                 prompt_tokens=len(prompt),
                 completion_tokens=done,
+                cached_tokens=len(prompt) // 2,
                 mean_bits=5.5,
+                min_bits=4 if done == 2 else 5,
             )
             if last:
                 return
+
+    @staticmethod
+    def _prompt_logprobs(request_id: str, prompt: list[int], k: int) -> Iterator[RequestOutput]:
+        """As prefill comes in chunks, two entries to an output."""
+        entries: list[TokenLogprob | None] = [None]
+        for token in prompt[1:]:
+            top = tuple((token + i, -1.5 - i) for i in range(k))
+            entries.append(TokenLogprob(token, -1.5, top))
+        for at in range(0, len(entries), 2):
+            yield RequestOutput(
+                request_id,
+                prompt_logprobs=tuple(entries[at : at + 2]),
+                prompt_tokens=len(prompt),
+                mean_bits=5.5,
+                min_bits=5,
+            )
 
     @staticmethod
     def _logprobs(token: int, params: SamplingParams) -> tuple[TokenLogprob, ...]:
@@ -114,7 +145,7 @@ class FakeEngine:
     def status(self) -> EngineStatus:
         return EngineStatus(
             step=self.step,
-            policy="static:4",
+            policy=self.policy,
             running=self.running,
             generation_tokens=self.tokens,
             max_model_len=self.max_model_len,
@@ -151,6 +182,14 @@ class WordTokenizer:
     vocab_size = 1000
     bos_token_id: int | None = None
     has_chat_template = True
+    chat_template = "{{ messages }} {{ tools }} <tool_call>"
+    longest_token = 10_000
+
+    def is_special(self, text: str) -> bool:
+        return False
+
+    def info(self) -> dict[str, Any]:
+        return {"eos_token": ".", "vocab_size": self.vocab_size}
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return [self._id(word) for word in text.split()]

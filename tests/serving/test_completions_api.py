@@ -10,7 +10,7 @@ import pytest
 
 from pw.errors import ModelError
 from pw.serving.context import ServingConfig
-from pw.serving.schemas import SamplingDefaults
+from pw.serving.defaults import SamplingDefaults
 from tests.serving.fakes import STORY
 
 TEXT = "".join(word + " " for word in STORY)
@@ -26,6 +26,8 @@ def test_one_prompt(served):
     assert answer.choices[0].finish_reason == "length"
     assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (2, 4)
     assert answer.usage.total_tokens == 6
+    assert answer.usage.prompt_tokens_details.cached_tokens == 1
+    assert answer.usage.model_extra["pw"] == {"mean_bits": 5.5, "min_bits": 4}
 
 
 def test_without_limit_the_engine_decides(served):

@@ -67,13 +67,13 @@ def test_equal_texts_keep_the_likelier():
             return "same"
 
     entry = TokenLogprob(3, -5.0, ((1, -0.5), (2, -0.75)))
-    lists = CompletionLogprobs(TokenTexts(Doubles())).lists([(3, entry)])
+    lists = CompletionLogprobs(TokenTexts(Doubles()), 5).lists([(3, entry)])
     assert lists["top_logprobs"] == [{"same ": -0.5}]
 
 
 def test_chosen_token_is_in_the_map_and_floor_is_finite():
     entry = TokenLogprob(9, float("nan"), ((1, -0.5), (2, -float("inf"))))
-    lists = CompletionLogprobs(TokenTexts(WordTokenizer())).lists(
+    lists = CompletionLogprobs(TokenTexts(WordTokenizer()), 2).lists(
         [(0, None), (1, TokenLogprob(1, -2.0)), (9, entry)]
     )
     assert lists["token_logprobs"] == [None, -2.0, -9999.0]

@@ -1,0 +1,185 @@
+"""Grammars are tried in a process of their own before the engine sees them; see `grammar_worker`.
+
+A grammar that does not compile, or not in the time and memory it gets, is the request's error. The
+process starts with the first grammar, as the compiler brings torch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import importlib.util
+import os
+import sys
+from asyncio.subprocess import PIPE, Process
+from collections import OrderedDict
+from pathlib import Path
+
+import orjson
+
+from pw.engine.request import Grammar
+from pw.errors import RequestError
+
+CPU_SECONDS = 2.0
+MEMORY_BYTES = 512 << 20
+CACHE_BYTES = 1 << 20  # of verdicts
+MAX_WAITING = 32
+START_SECONDS = 120.0
+ANSWER_SECONDS = 60.0  # for a grammar and all that wait before it
+_ENTRY_BYTES = 256  # of a cached verdict, beside its text
+
+
+class Verdicts:
+    """What is known of grammars, the least recently used forgotten first.
+
+    Args:
+        max_bytes: Of all verdicts together.
+    """
+
+    def __init__(self, max_bytes: int = CACHE_BYTES) -> None:
+        self._max_bytes = max_bytes
+        self._known: OrderedDict[bytes, str] = OrderedDict()  # digest -> error, "" if it compiles
+        self.bytes = 0
+
+    def get(self, key: bytes) -> str | None:
+        """The verdict, or None."""
+        if key in self._known:
+            self._known.move_to_end(key)
+        return self._known.get(key)
+
+    def add(self, key: bytes, error: str) -> None:
+        """Remember one."""
+        if key in self._known:
+            return
+        self._known[key] = error
+        self.bytes += _ENTRY_BYTES + len(error)
+        while self.bytes > self._max_bytes:
+            _, dropped = self._known.popitem(last=False)
+            self.bytes -= _ENTRY_BYTES + len(dropped)
+
+
+class GrammarChecker:
+    """Tells whether a grammar compiles.
+
+    Args:
+        folder: Of the model's tokenizer; None where structured output is not offered.
+    """
+
+    def __init__(self, folder: Path | None) -> None:
+        self._folder = folder
+        self._verdicts = Verdicts()
+        self._waiting: dict[bytes, asyncio.Future[str]] = {}
+        self._keys: dict[int, bytes] = {}  # id of a job under way -> its key
+        self._jobs = 0
+        self._process: Process | None = None
+        self._starting = asyncio.Lock()
+        self._reader: asyncio.Task[None] | None = None
+
+    async def check(self, grammar: Grammar, param: str) -> None:
+        """Return if the engine can take the grammar.
+
+        Args:
+            grammar: To be tried.
+            param: The request field that it comes from.
+
+        Raises:
+            RequestError: 400 with the compiler's words, 503 when the worker is busy or broken.
+        """
+        if self._folder is None or importlib.util.find_spec("xgrammar") is None:
+            raise RequestError(
+                "structured output is not available here",
+                code="unsupported_parameter",
+                param=param,
+                hint="install the server with `pagedweight[structured]`",
+            )
+        key = hashlib.blake2b(f"{grammar.kind}:{grammar.text}".encode(), digest_size=16).digest()
+        error = self._verdicts.get(key)
+        if error is None:
+            try:
+                async with asyncio.timeout(START_SECONDS + ANSWER_SECONDS):
+                    error = await self._ask(key, grammar)
+            except TimeoutError:
+                raise _unavailable("does not answer") from None
+            self._verdicts.add(key, error)
+        if error:
+            raise RequestError(f"{param} cannot be followed: {error}", param=param)
+
+    async def close(self) -> None:
+        """End the process."""
+        process, self._process = self._process, None
+        if process is not None:
+            if process.returncode is None:
+                process.kill()
+            await process.wait()
+        if self._reader is not None:
+            await self._reader
+
+    async def _ask(self, key: bytes, grammar: Grammar) -> str:
+        """The worker's verdict; requests with the same grammar wait for one."""
+        if key not in self._waiting:
+            if len(self._waiting) >= MAX_WAITING:
+                raise RequestError(
+                    f"{MAX_WAITING} grammars wait to be compiled",
+                    code="server_overloaded",
+                    status=503,
+                )
+            self._waiting[key] = asyncio.get_running_loop().create_future()
+            try:
+                await self._send(key, grammar)
+            except BaseException:
+                self._waiting.pop(key).cancel()
+                raise
+        return await asyncio.shield(self._waiting[key])
+
+    async def _send(self, key: bytes, grammar: Grammar) -> None:
+        async with self._starting:
+            if self._process is None or self._process.returncode is not None:
+                self._process = await self._start()
+        self._jobs += 1
+        self._keys[self._jobs] = key
+        job = {"id": self._jobs, "kind": grammar.kind, "text": grammar.text}
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(orjson.dumps(job) + b"\n")
+            await self._process.stdin.drain()
+        except ConnectionError:
+            raise _unavailable("has ended") from None
+
+    async def _start(self) -> Process:
+        assert self._folder is not None
+        arguments = (str(self._folder), str(CPU_SECONDS), str(MEMORY_BYTES))
+        # One thread: a process with more cannot fork safely.
+        alone = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+        path = os.pathsep.join(filter(None, sys.path))
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            *("-P", "-m", "pw.serving.grammar_worker", *arguments),
+            stdin=PIPE,
+            stdout=PIPE,
+            env=os.environ | alone | {"PYTHONPATH": path},
+        )
+        assert process.stdout is not None
+        if not await process.stdout.readline():
+            await process.wait()
+            raise _unavailable("does not start")
+        self._reader = asyncio.create_task(self._read(process))
+        return process
+
+    async def _read(self, process: Process) -> None:
+        """Hand out verdicts until the process ends; then nobody waits any more."""
+        assert process.stdout is not None
+        while line := await process.stdout.readline():
+            verdict = orjson.loads(line)
+            key = self._keys.pop(verdict["id"])
+            if (future := self._waiting.pop(key, None)) is not None and not future.done():
+                future.set_result(verdict["error"] or "")
+        await process.wait()
+        self._keys.clear()
+        while self._waiting:
+            _, future = self._waiting.popitem()
+            if not future.done():
+                future.set_exception(_unavailable("has ended"))
+
+
+def _unavailable(state: str) -> RequestError:
+    return RequestError(f"the grammar compiler {state}", code="engine_unavailable", status=503)
