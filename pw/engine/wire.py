@@ -10,6 +10,7 @@ refused. Both ends are always the same version of this code. The engine ends whe
 
 from __future__ import annotations
 
+import os
 import socket
 import struct
 from collections import deque
@@ -160,13 +161,18 @@ ToEngine = Load | Add | Abort | GetPrecision | SetPolicy
 FromEngine = Ready | StartFailed | Outputs | Refused | Status | Answer | Failed
 
 
-def _from_text(kind: type[Any], value: Any) -> Any:
-    return kind(value)
+def _unknown(kind: type[Any], value: Any) -> Any:
+    """What msgspec has no form for: paths, and `object`, which plans use for plain values."""
+    if kind is Path:
+        return Path(value)
+    if kind is object:
+        return value
+    raise TypeError(f"has no form on the wire: {kind.__name__}")
 
 
-_encoder = msgspec.msgpack.Encoder(enc_hook=str)  # paths are the only ones it does not know
-_to_engine = msgspec.msgpack.Decoder(ToEngine, dec_hook=_from_text)
-_from_engine = msgspec.msgpack.Decoder(FromEngine, dec_hook=_from_text)
+_encoder = msgspec.msgpack.Encoder(enc_hook=os.fspath)  # paths; anything else is a TypeError
+_to_engine = msgspec.msgpack.Decoder(ToEngine, dec_hook=_unknown)
+_from_engine = msgspec.msgpack.Decoder(FromEngine, dec_hook=_unknown)
 
 
 def frame(message: ToEngine | FromEngine) -> bytes:

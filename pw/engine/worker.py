@@ -40,7 +40,7 @@ _RECEIVE_BYTES = 1 << 18
 _BUSY_STATUS_SECONDS = 0.1  # between status messages of an engine that works
 _IDLE_STATUS_SECONDS = 0.5  # ... that does not
 _LAST_WORD_SECONDS = 1.0  # for an API process to read why the engine ends
-_LAST_STEP_SECONDS = 5.0  # to end by itself after the API process has gone
+LAST_STEP_SECONDS = 5.0  # to end by itself after the API process has gone
 
 
 class Worker:
@@ -249,7 +249,7 @@ def end_with_the_other_end(sock: socket.socket) -> None:
         poll = select.poll()
         poll.register(sock, 0)  # hang-ups are always reported
         poll.poll()
-        time.sleep(_LAST_STEP_SECONDS)
+        time.sleep(LAST_STEP_SECONDS)
         os._exit(1)
 
     threading.Thread(target=watch, name="pw-hang-up", daemon=True).start()

@@ -25,7 +25,7 @@ logger = logging.getLogger("pw.serving")
 
 MAX_OUTPUTS_BEHIND = 512  # of one sequence that its reader has not taken; then it is given up
 MAX_UNSENT_BYTES = 64 << 20  # to an engine that does not read; then requests are refused
-_STOP_SECONDS = 1.0  # for the process to end by itself
+_STOP_SECONDS = 0.5  # for the process to end by itself
 _TICK_SECONDS = 0.1  # between looks at how long the engine has been silent
 
 Item = RequestOutput | Exception
@@ -121,7 +121,7 @@ class RemoteEngine:
 
     def healthy(self) -> bool:
         """Whether the engine's loop has made a turn lately."""
-        return self._transport is not None and not (self.failed or self._stalled or self._stopping)
+        return self._watch is not None and not (self.failed or self._stalled or self._stopping)
 
     async def shutdown(self, drain_seconds: float) -> None:
         """Take no more requests, finish what runs for at most so long, then end the process."""
