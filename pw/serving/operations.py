@@ -12,6 +12,7 @@ from starlette.responses import Response
 
 from pw import __version__
 from pw.serving.context import ServingContext
+from pw.serving.page import page_router
 from pw.serving.timeline import INTERVAL_SECONDS
 from pw.serving.wire import JsonResponse, JsonRoute
 
@@ -25,6 +26,7 @@ def operations_router(context: ServingContext) -> APIRouter:
     _add_health(router, context)
     _add_status(router, context)
     _add_views(router, context)
+    router.include_router(page_router())
     return router
 
 

@@ -103,7 +103,10 @@ def test_client_that_leaves_before_the_first_token(served, path, stream, n, capl
     assert served.engine.running == 0
     lines = [record for record in caplog.records if record.name == "pw.serving"]
     assert len(lines) == 1
-    assert f"sequences {n}, tokens in {3001 * n}, out 0, finish gone, queue -, ttft -" in lines[0].message
+    assert (
+        f"sequences {n}, tokens in {3001 * n}, out 0, finish gone, queue -, ttft -"
+        in lines[0].message
+    )
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
