@@ -32,6 +32,7 @@ class Texts:
     without: tuple[int, ...] = ()  # held-out documents to leave out: they overlap the calibration
     other: Path | None = None  # text of another source, such as WikiText-2
     tasks: Path | None = None  # folder of task files
+    narrow: Path | None = None  # artifact of the same model, calibrated on prose alone
     windows: int = 32  # held-out windows
     other_windows: int = 12
     calibration_windows: int = 64

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from pw.evaluation.lab.room import Room
-from pw.evaluation.lab.studies import equal_bytes, transitions
+from pw.evaluation.lab.studies import ablation, equal_bytes, shift, transitions
 
 
 class Study(NamedTuple):
@@ -15,6 +15,8 @@ class Study(NamedTuple):
 
 
 STUDIES = {
+    "ablation": Study(ablation.run, ablation.tables),
     "equal-bytes": Study(equal_bytes.run, equal_bytes.tables),
+    "shift": Study(shift.run, shift.tables),
     "transitions": Study(transitions.run, transitions.tables),
 }

@@ -1,0 +1,84 @@
+"""Text that routes differently from the calibration text: do routing and residual win it back?
+
+The planner's tables come from the mixed calibration text, and from prose alone; planes and LUTs
+are the same. Static allocations stand; online ones follow the prompts of each kind of text.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pw.errors import ConfigError
+from pw.evaluation.baselines.uniform import stepped
+from pw.evaluation.lab.online import Stream, domain_bits, online_bits, streams
+from pw.evaluation.lab.planned import ProductPlanner
+from pw.evaluation.lab.room import Room
+from pw.evaluation.lab.studies.common import Row, compared, interval, markdown, show
+from pw.store.artifact import Artifact
+
+LENGTHS = {"prose": 2048, "code": 2048, "key-value": 1024, "reasoning": 1024}
+BUDGETS = (2.5, 3.0)
+VARIANTS: dict[str, dict[str, Any]] = {
+    "static": {"routing": False, "residual": "off"},
+    "routing": {"routing": True, "residual": "off"},
+    "learned residual": {"routing": False, "residual": "learned"},
+    "routing + learned residual": {"routing": True, "residual": "learned"},
+    "exact residual": {"routing": False, "residual": "exact"},
+    "routing + exact residual": {"routing": True, "residual": "exact"},
+}
+
+
+def run(room: Room) -> dict[str, Any]:
+    """Score each variant with both calibrations on each kind of text."""
+    if room.texts.narrow is None:
+        raise ConfigError("this study needs an artifact calibrated on prose", "give --narrow")
+    calibrations = {"mixed": room.model.artifact, "prose": Artifact.open(room.texts.narrow)}
+    rows: list[Row] = []
+    for calibration, tables in calibrations.items():
+        planner = ProductPlanner(room.model, tables, room.costs)
+        for stream in streams(room, tables, LENGTHS, planner.config.residual_clamp):
+            for mean in BUDGETS:
+                rows += _rows(room, planner, stream, mean, calibration)
+    return {"rows": rows}
+
+
+def _rows(
+    room: Room, planner: ProductPlanner, stream: Stream, mean: float, calibration: str
+) -> list[Row]:
+    """One kind of text, one budget, one calibration."""
+    budget, lab = room.budget(mean), stream.lab
+    uniform = lab.score(stepped(room.costs, room.model.widths, budget))
+    head = {"text": stream.kind, "budget_bits": mean, "calibration": calibration}
+    static = lab.score(online_bits(planner, stream, budget, **VARIANTS["static"]))
+    rows = []
+    for name, choice in VARIANTS.items():
+        scores = lab.score(online_bits(planner, stream, budget, **choice))
+        row = head | {"variant": name} | compared(scores, lab.dense, uniform)
+        row["nll_over_static"] = interval(scores.nll, static.nll)
+        row["kl_over_static"] = interval(scores.kl, static.kl)
+        rows.append(row)
+    if calibration == "mixed":
+        scores = lab.score(domain_bits(room, stream.kind, LENGTHS[stream.kind], budget))
+        row = head | {"variant": "static, calibrated on this kind of text (exact ILP)"}
+        row |= compared(scores, lab.dense, uniform)
+        row["nll_over_static"] = interval(scores.nll, static.nll)
+        row["kl_over_static"] = interval(scores.kl, static.kl)
+        rows.append(row | {"calibration": "own"})
+    return rows
+
+
+def tables(result: dict[str, Any]) -> str:
+    """Markdown."""
+    head = (
+        "text", "bits", "calibration", "variant", "KL", "KL over uniform [95 %]",
+        "KL over static [95 %]", "NLL over BF16", "NLL over static [95 %]",
+    )  # fmt: skip
+    rows = [
+        (
+            row["text"], row["budget_bits"], row["calibration"], row["variant"],
+            f"{row['kl']['mean']:.4f}", show(row["kl_over_uniform"]), show(row["kl_over_static"]),
+            f"{row['nll']['mean']:+.4f}", show(row["nll_over_static"]),
+        )
+        for row in result["rows"]
+    ]  # fmt: skip
+    return markdown(head, rows)
