@@ -10,6 +10,7 @@ from pw.evaluation.baselines.controls import frequency_damage, shuffled
 from pw.evaluation.baselines.static import exact, hull
 from pw.evaluation.baselines.tokenwise import fit_choosers, tokenwise
 from pw.evaluation.baselines.uniform import stepped, uniform
+from pw.evaluation.lab.damage_scores import Floats
 from pw.evaluation.lab.model import Bits
 from pw.evaluation.lab.planned import ProductPlanner
 from pw.evaluation.lab.room import BUDGETS, Room
