@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from pw.engine import AsyncEngine, Engine
-from pw.engine import async_engine as module
+from pw.engine.loop import EngineLostError
 from pw.engine.request import RequestOutput, SamplingParams
 from pw.errors import RequestError
 from support.engines import open_engine, random_prompt
@@ -42,11 +42,13 @@ async def outputs(engine: AsyncEngine, name: str, params: SamplingParams) -> lis
     return [output async for output in engine.generate(name, random_prompt(40, 1), params)]
 
 
-def run(engine: Engine, work: Callable[[AsyncEngine], Awaitable[Any]], drain: float = 0) -> Any:
+def run(
+    engine: Engine, work: Callable[[AsyncEngine], Awaitable[Any]], drain: float = 0, **options: Any
+) -> Any:
     """Do something with a started AsyncEngine, then shut it down."""
 
     async def whole() -> Any:
-        served = AsyncEngine(engine)
+        served = AsyncEngine(engine, **options)
         served.start()
         try:
             return await asyncio.wait_for(work(served), 60)
@@ -178,13 +180,73 @@ def test_what_does_not_finish_in_time_ends_with_an_error(engine: Engine) -> None
     asyncio.run(whole())
 
 
+def test_a_step_that_fails_ends_what_ran_and_no_more(engine: Engine) -> None:
+    step, broken = engine.step, threading.Event()
+
+    def once() -> Any:
+        if broken.is_set():
+            return step()
+        broken.set()
+        raise RuntimeError("a fault made by the test")
+
+    async def work(served: AsyncEngine) -> None:
+        tasks = [asyncio.create_task(outputs(served, f"r{i}", LONG)) for i in range(3)]
+        await until(lambda: served.status().running == 2)
+        engine.step = once  # type: ignore[method-assign]
+        ends = [(await task)[-1] for task in tasks]
+        assert [(out.finish_reason, out.error_code) for out in ends] == [
+            ("error", "engine_failed"),
+            ("error", "engine_failed"),
+            ("length", None),
+        ]
+        assert served.healthy()
+
+    run(engine, work)
+
+
+def test_a_request_waits_no_longer_than_it_may(engine: Engine) -> None:
+    async def work(served: AsyncEngine) -> None:
+        step = engine.step
+        engine.step = lambda: time.sleep(0.02) or step()  # type: ignore[method-assign]
+        tasks = [asyncio.create_task(outputs(served, f"r{i}", LONG)) for i in range(2)]
+        await until(lambda: served.status().running == 2)
+        last = (await outputs(served, "late", SHORT))[-1]
+        assert (last.finish_reason, last.error_code) == ("error", "timeout")
+        for task in tasks:
+            assert (await task)[-1].finish_reason == "length"  # longer than that, but they ran
+
+    run(engine, work, queue_timeout=0.3)
+
+
+def test_questions_are_answered_between_steps(engine: Engine) -> None:
+    async def work(served: AsyncEngine) -> None:
+        task = asyncio.create_task(outputs(served, "r", LONG))
+        found = await served.precision_map()
+        geometry = served.info.geometry
+        assert [layer["layer"] for layer in found["layers"]] == list(geometry.layers)
+        assert {bits for layer in found["layers"] for bits in layer["down"]} == {3}
+        with pytest.raises(RequestError, match="started with the policy static:3"):
+            await served.set_policy("adaptive")
+        assert len(await task) == 150
+
+    async def after() -> None:
+        served = AsyncEngine(engine)
+        served.start()
+        await served.shutdown(0)
+        with pytest.raises(RequestError, match="takes no more"):
+            await served.precision_map()
+
+    run(engine, work)
+    asyncio.run(after())
+
+
 def test_a_fault_ends_all_streams_and_refuses_new_ones(engine: Engine) -> None:
     async def work(served: AsyncEngine) -> None:
         tasks = [asyncio.create_task(outputs(served, f"r{i}", LONG)) for i in range(3)]
         await until(lambda: served.status().running == 2)
 
         def broken() -> Any:
-            raise RuntimeError("a fault made by the test")
+            raise EngineLostError("a fault made by the test")
 
         engine.step = broken  # type: ignore[method-assign]
         for task in tasks:
@@ -206,7 +268,7 @@ def test_requests_that_come_while_the_engine_dies_end_too(engine: Engine) -> Non
     def dies() -> Any:
         dying.set()
         go.wait(20)
-        raise RuntimeError("a fault made by the test")
+        raise EngineLostError("a fault made by the test")
 
     async def work(served: AsyncEngine) -> None:
         engine.step = dies  # type: ignore[method-assign]
@@ -222,10 +284,7 @@ def test_requests_that_come_while_the_engine_dies_end_too(engine: Engine) -> Non
     run(engine, work)
 
 
-def test_health_is_a_turn_of_the_loop_lately_busy_or_idle(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "_STALL_SECONDS", 0.5)
+def test_health_is_a_turn_of_the_loop_lately_busy_or_idle(engine: Engine) -> None:
     stuck, go = threading.Event(), threading.Event()
     step = engine.step
 
@@ -247,7 +306,7 @@ def test_health_is_a_turn_of_the_loop_lately_busy_or_idle(
         await task
         assert served.healthy()
 
-    run(engine, work)
+    run(engine, work, stall_seconds=0.5)
 
 
 def test_an_event_loop_that_is_gone_does_not_keep_its_request(engine: Engine) -> None:

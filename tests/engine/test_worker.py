@@ -1,0 +1,124 @@
+"""The engine's side of the socket: a server that does not read costs its streams, no memory."""
+
+from __future__ import annotations
+
+import select
+import socket
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from pw.engine import wire, worker
+from pw.engine.request import SamplingParams
+from support.step_engine import StepEngine
+
+
+class Other:
+    """The API process's end of a worker that runs in a thread."""
+
+    def __init__(self, engine: StepEngine) -> None:
+        self.socket, theirs = socket.socketpair()
+        self.socket.settimeout(20)
+        self._inbox = wire.FrameBuffer()
+        self.code: int | None = None
+
+        def run() -> None:
+            with theirs:
+                self.code = worker.serve(engine, theirs)  # type: ignore[arg-type]
+
+        self.thread = threading.Thread(target=run)
+        self.thread.start()
+
+    def send(self, *messages: wire.ToEngine) -> None:
+        for message in messages:
+            self.socket.sendall(wire.frame(message))
+
+    def receive(self) -> list[wire.FromEngine]:
+        """What has come, at least one message; none when the engine has ended."""
+        while data := self.socket.recv(1 << 16):
+            if bodies := self._inbox.feed(data):
+                return [wire.decode_from_engine(body) for body in bodies]
+        return []
+
+
+@pytest.fixture
+def engine() -> StepEngine:
+    return StepEngine(max_running=64)
+
+
+@pytest.fixture
+def other(engine: StepEngine) -> Iterator[Other]:
+    end = Other(engine)
+    yield end
+    end.socket.close()
+    end.thread.join(20)
+    assert not end.thread.is_alive()
+    assert engine.closed
+
+
+def test_ready_comes_first_and_signs_of_life_follow_busy_or_idle(other: Other) -> None:
+    first, *rest = other.receive()
+    assert isinstance(first, wire.Ready)
+    while len(rest) < 3:
+        rest += other.receive()
+    assert {type(message) for message in rest} == {wire.Status}
+    other.send(wire.Add("a", [1], SamplingParams()))
+    busy: list[wire.FromEngine] = []
+    while not any(isinstance(m, wire.Status) and m.status.running for m in busy):
+        busy += other.receive()
+    assert any(isinstance(message, wire.Outputs) for message in busy)
+
+
+def test_a_server_that_does_not_read_loses_its_streams(
+    engine: StepEngine, other: Other, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker, "MAX_BACKLOG_BYTES", 1 << 20)
+    names = {f"r{number}" for number in range(8)}
+    other.send(*(wire.Add(name, [1], SamplingParams()) for name in sorted(names)))
+    deadline = threading.Event()
+    while engine.aborted < len(names):
+        assert not deadline.wait(0.02)
+    steps = engine.steps
+    other.send(wire.Add("late", [1], SamplingParams()))
+    last: dict[str, wire.RequestOutput] = {}
+    refused: list[wire.Refused] = []
+    bytes_unread = 0
+    while not refused:
+        for message in other.receive():
+            if isinstance(message, wire.Outputs):
+                last |= {output.request_id: output for output in message.outputs}
+                bytes_unread += len(wire.frame(message))
+            refused += [message] if isinstance(message, wire.Refused) else []
+    assert set(last) == names
+    assert {(out.finish_reason, out.error_code) for out in last.values()} == {
+        ("error", "slow_reader")
+    }
+    assert bytes_unread < (1 << 20) + 2_000_000  # the limit and what the sockets hold
+    refusal = refused[0].refusal
+    assert refusal is not None
+    assert (refused[0].request_id, refusal.code) == ("late", "server_overloaded")
+    assert engine.steps == steps
+    other.send(wire.Add("again", [1], SamplingParams(max_tokens=2)))
+    found: list[wire.RequestOutput] = []
+    while len(found) < 2:
+        for message in other.receive():
+            found += message.outputs if isinstance(message, wire.Outputs) else []
+    assert [output.completion_tokens for output in found] == [1, 2]
+
+
+def test_an_engine_beyond_help_says_so_and_ends(other: Other) -> None:
+    other.send(wire.Add("a", [StepEngine.LOSE], SamplingParams()))
+    messages: list[wire.FromEngine] = []
+    while received := other.receive():
+        messages += received
+    assert messages[-1] == wire.Failed("EngineLostError: no device any more")
+    assert other.code == 1
+
+
+def test_a_closed_socket_ends_the_loop(engine: StepEngine, other: Other) -> None:
+    other.send(wire.Add("a", [1], SamplingParams()))
+    select.select([other.socket], [], [], 20)
+    other.socket.close()
+    other.thread.join(20)
+    assert other.code == 0
