@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import sys
 from pathlib import Path
 
 from pw import __version__
-from pw.cli.options import Calibration, Common, Widths
-from pw.errors import StoreError
+from pw.cli.options import Calibration, Common, Runtime, Widths
+from pw.errors import ConfigError, StoreError
 
 TINY = "tiny"
 
@@ -57,6 +59,50 @@ def artifact_path(model: str, *, quiet: bool = False) -> Path:
         f"no such artifact: `{model}`",
         f"make it: `pw calibrate MODEL -o {wanted}`, or try `{TINY}`",
     )
+
+
+def model_folder(model: str, runtime: Runtime, *, quiet: bool = False) -> Path:
+    """What an engine is loaded from: an artifact, or the folder that stands for dummy weights.
+
+    Raises:
+        StoreError: See `artifact_path`.
+        ConfigError: MODEL names no config, or `--hf-overrides` are not for it.
+    """
+    if runtime.load_format != "dummy":
+        if runtime.hf_overrides is not None:
+            raise ConfigError("--hf-overrides is for --load-format dummy alone")
+        return artifact_path(model, quiet=quiet)
+    try:
+        overrides = json.loads(runtime.hf_overrides or "{}")
+    except ValueError as error:
+        raise ConfigError(f"--hf-overrides is not JSON: {error}") from error
+    if not isinstance(overrides, dict):
+        raise ConfigError("--hf-overrides must be a JSON object")
+
+    from pw.models.stand_in import write_folder
+
+    config = _config_file(model)
+    mark = hashlib.sha256(config.read_bytes() + json.dumps(overrides).encode()).hexdigest()[:8]
+    name = config.parent.name if config.name == "config.json" else config.stem
+    out = cache_home() / "dummy" / f"{name}-{mark}"
+    write_folder(config, out, overrides)
+    return out
+
+
+def _config_file(model: str) -> Path:
+    """The config that MODEL names: a .json, a folder with config.json, a recipe beside configs/."""
+    from pw.models.resolve import resolve_model
+
+    path = resolve_model(TINY) if model == TINY else Path(model)
+    found = path / "config.json" if path.is_dir() else path
+    if path.suffix == ".toml":
+        found = path.parent / "configs" / f"{path.stem}.json"
+    if found.suffix != ".json" or not found.is_file():
+        raise ConfigError(
+            f"no model config: `{model}`",
+            "name a config.json, its folder, or a recipe like pipelines/recipes/mixtral-8x7b.toml",
+        )
+    return found
 
 
 def _names_a_hub_model(model: str) -> bool:

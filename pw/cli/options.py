@@ -28,20 +28,20 @@ if TYPE_CHECKING:
     from pw.engine.request import SamplingParams
 
 
-def _option(panel: str, text: str, *names: str, metavar: str | None = None) -> Any:
+def option(panel: str, text: str, *names: str, metavar: str | None = None) -> Any:
+    """An option of a field, listed under a heading of `--help`."""
     return typer.Option(*names, help=text, metavar=metavar, rich_help_panel=panel)
 
 
-_output = partial(_option, "Output")
-_calibration = partial(_option, "Calibration")
-_widths = partial(_option, "Bit-widths")
-_memory = partial(_option, "Memory")
-_precision = partial(_option, "Precision")
-_planner = partial(_option, "Planner (the defaults are good)")
-_scheduling = partial(_option, "Scheduling")
-_model = partial(_option, "Model")
-_sampling = partial(_option, "Sampling")
-_server = partial(_option, "Server")
+_output = partial(option, "Output")
+_calibration = partial(option, "Calibration")
+_widths = partial(option, "Bit-widths")
+_memory = partial(option, "Memory")
+_precision = partial(option, "Precision")
+_planner = partial(option, "Planner (the defaults are good)")
+_scheduling = partial(option, "Scheduling")
+_model = partial(option, "Model")
+_sampling = partial(option, "Sampling")
 
 
 @dataclass(frozen=True)
@@ -214,6 +214,20 @@ class Runtime:
     trace_requests: Annotated[
         bool, _precision("Token ids in the trace too, for a replay.", "--trace-requests")
     ] = False
+    enable_prefix_caching: Annotated[
+        bool,
+        _memory(
+            "Keep the KV of prompts that are done until its pages are needed.",
+            "--enable-prefix-caching/--no-enable-prefix-caching",
+        ),
+    ] = EngineConfig.enable_prefix_caching
+    prefix_cache_precision: Annotated[
+        str,
+        _precision(
+            "Kept KV after widths have changed: not-worse (use it if its widths were as good as "
+            "now, to 1/8 bit), any or exact."
+        ),
+    ] = EngineConfig.prefix_cache_precision
     max_model_len: Annotated[
         str,
         _scheduling(
@@ -226,6 +240,14 @@ class Runtime:
     max_num_batched_tokens: Annotated[int, _scheduling("Tokens in one step.")] = (
         EngineConfig.max_num_batched_tokens
     )
+    load_format: Annotated[
+        str,
+        _model("auto, or dummy: random weights in the shape of MODEL, a config.json or recipe."),
+    ] = EngineConfig.load_format
+    hf_overrides: Annotated[
+        str | None,
+        _model('Keys of the config to change with dummy, like `{"num_hidden_layers": 4}`.'),
+    ] = None
     device: Annotated[str, _model("auto, cpu or cuda.")] = EngineConfig.device
     dtype: Annotated[str, _model("auto, float32, bfloat16 or float16.")] = EngineConfig.dtype
     checkpoint: Annotated[
@@ -263,6 +285,9 @@ class Runtime:
             dtype=self.dtype,
             kv_cache_dtype=self.kv_cache_dtype,
             page_bytes=_size(self.page_bytes),
+            load_format=self.load_format,
+            enable_prefix_caching=self.enable_prefix_caching,
+            prefix_cache_precision=self.prefix_cache_precision,
             max_model_len=_tokens("--max-model-len", self.max_model_len),
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,
@@ -304,61 +329,6 @@ class Sampling:
             stop=tuple(self.stop or ()),
             ignore_eos=self.ignore_eos,
         )
-
-
-@dataclass(frozen=True)
-class Server:
-    """How `serve` presents itself."""
-
-    host: Annotated[str, _server("Address to listen on.")] = "127.0.0.1"
-    port: Annotated[int, _server("Port; 0 takes a free one.")] = 8000
-    uds: Annotated[Path | None, _server("Unix socket instead of host and port.")] = None
-    ssl_certfile: Annotated[Path | None, _server("Certificate chain, PEM: serve HTTPS.")] = None
-    ssl_keyfile: Annotated[Path | None, _server("Its key, PEM.")] = None
-    root_path: Annotated[str, _server("Path under which a proxy shows this server.")] = ""
-    allowed_origins: Annotated[
-        list[str] | None,
-        _server("Origin whose pages may call from a browser, `*` for all; repeatable."),
-    ] = None
-    served_model_name: Annotated[
-        list[str] | None,
-        _server("Name in answers; repeat it for more names (default: the artifact's)."),
-    ] = None
-    api_key: Annotated[
-        list[str] | None, _server("Key that clients must send; repeatable (default: none).")
-    ] = None
-    max_num_queued_reqs: Annotated[int, _server("Sequences that may wait; more get a 503.")] = (
-        EngineConfig.max_num_queued_reqs
-    )
-    request_timeout: Annotated[
-        float | None, _server("Seconds that a request may take in all (default: no limit).")
-    ] = None
-    queue_timeout: Annotated[
-        float | None, _server("Seconds that it may wait to begin (default: no limit).")
-    ] = None
-    stall_timeout: Annotated[
-        float, _server("Seconds of the engine's silence after which its streams end.")
-    ] = 60.0
-    shutdown_timeout: Annotated[
-        float, _server("Seconds that running requests get after the first signal.")
-    ] = 30.0
-    dry_run: Annotated[bool, _server("Load, print the memory plan, leave.", "--dry-run")] = False
-
-    def check(self) -> None:
-        """Refuse timeouts that cannot be meant.
-
-        Raises:
-            ConfigError: One is not positive, or shorter than the engine's signs of life.
-        """
-        for name in ("request_timeout", "queue_timeout"):
-            seconds = getattr(self, name)
-            if seconds is not None and not seconds > 0:
-                flag = name.replace("_", "-")
-                raise ConfigError(f"--{flag} must be positive: {seconds}")
-        if not self.stall_timeout >= 1:
-            raise ConfigError(f"--stall-timeout must be at least 1 second: {self.stall_timeout}")
-        if not self.shutdown_timeout >= 0:
-            raise ConfigError(f"--shutdown-timeout must not be negative: {self.shutdown_timeout}")
 
 
 def _size(text: str | None) -> int | None:

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pw.cli.command import print_json
-from pw.cli.locate import artifact_path
-from pw.cli.options import Common, Planner, Runtime, Sampling, Server
+from pw.cli.locate import model_folder
+from pw.cli.options import Common, Planner, Runtime, Sampling
+from pw.cli.server_options import Server
 from pw.errors import PwError
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ def generate(
     config = runtime.config(planner)
     params = sampling.params(runtime.seed)
     text = sys.stdin.read() if prompt is None else prompt
-    path = artifact_path(model, quiet=common.quiet)
+    path = model_folder(model, runtime, quiet=common.quiet)
 
     from pw.engine import Engine
 
@@ -90,7 +91,7 @@ def serve(
     config = runtime.config(planner, max_num_queued_reqs=server.max_num_queued_reqs)
     server.check()
     endpoint = None if server.dry_run else _endpoint(server)
-    path = artifact_path(model, quiet=common.quiet)
+    path = model_folder(model, runtime, quiet=common.quiet)
 
     from pw import logs
     from pw.engine.wire import Load
@@ -131,9 +132,9 @@ def _serve(
     # The engine loads meanwhile.
     from pw.models.light import load_tokenizer_alone
     from pw.serving.context import ServingConfig
+    from pw.serving.defaults import SamplingDefaults
     from pw.serving.limits import ServingLimits
     from pw.serving.remote import RemoteEngine
-    from pw.serving.defaults import SamplingDefaults
     from pw.serving.server import serve as run
 
     ready = process.wait_until_ready()

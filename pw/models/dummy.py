@@ -1,24 +1,11 @@
-"""A model of random weights in the shape of a config: for load tests where there is no checkpoint.
-
-Nothing is written but a small folder with the config and a tokenizer that stands in for the
-model's own: bytes for what is put in, a number for every other token that may come out.
-"""
+"""Random weights in the shape of a config, made in memory: for load tests without a checkpoint."""
 
 from __future__ import annotations
 
-import json
-import shutil
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
-
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerFast
 
 from pw.blocks import ExpertGeometry
-from pw.errors import ConfigError
 from pw.models.architecture import Architecture
 from pw.models.attention import NAME as ATTENTION
 from pw.models.experts import NAME as EXPERTS
@@ -26,62 +13,6 @@ from pw.models.experts import expert_modules
 from pw.models.skeleton import Skeleton, build, finish
 
 STANDARD_DEVIATION = 0.02  # of random weights, as models are initialized
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
-_CHAT = (
-    "{% for message in messages %}{{ message['role'] + ': ' + message['content'] + '\\n' }}"
-    "{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
-)
-
-
-def write_folder(config: Path, out: Path, overrides: Mapping[str, Any]) -> None:
-    """Write the folder that stands for a model: its config and a tokenizer.
-
-    Args:
-        config: A config.json; a tokenizer beside it is taken along.
-        out: Folder to make, or to fill again.
-        overrides: Keys of the (text) config to change, like `num_hidden_layers`.
-
-    Raises:
-        ConfigError: The file is no config, or has no such key.
-    """
-    settings = _overridden(config, overrides)
-    out.mkdir(parents=True, exist_ok=True)
-    text = settings.get("text_config", settings)
-    if (config.parent / _TOKENIZER_FILES[0]).is_file():
-        for name in _TOKENIZER_FILES:
-            if (config.parent / name).is_file():
-                shutil.copyfile(config.parent / name, out / name)
-    else:
-        stand_in_tokenizer(int(text["vocab_size"])).save_pretrained(out)
-    (out / "config.json").write_text(json.dumps(settings, indent=2) + "\n", "utf-8")
-
-
-def _overridden(config: Path, overrides: Mapping[str, Any]) -> dict[str, Any]:
-    try:
-        settings: dict[str, Any] = json.loads(config.read_text("utf-8"))
-        text: dict[str, Any] = settings.get("text_config", settings)
-        text["vocab_size"] = int(text["vocab_size"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"not a model config with a vocab_size: `{config}`") from error
-    if unknown := sorted(set(overrides) - set(text)):
-        raise ConfigError(f"the config has no `{unknown[0]}` to override: `{config}`")
-    text.update(overrides)
-    layers = text.get("num_hidden_layers")
-    if "num_hidden_layers" in overrides and "layer_types" in text:
-        text["layer_types"] = text["layer_types"][-int(layers or 0) :]
-    return settings
-
-
-def stand_in_tokenizer(vocabulary: int) -> Any:
-    """A tokenizer of transformers with so many tokens: the bytes, then ` 256`, ` 257`, ..."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokens = [*alphabet, *(f"Ġ{number}" for number in range(len(alphabet), vocabulary))]
-    table = {token: number for number, token in enumerate(tokens[:vocabulary])}
-    tokenizer = Tokenizer(models.BPE(vocab=table, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    made: Any = PreTrainedTokenizerFast
-    return made(tokenizer_object=tokenizer, chat_template=_CHAT)
 
 
 def random_skeleton(

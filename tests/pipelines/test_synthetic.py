@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from pw.models.architecture import Architecture
 from pw.models.checkpoint import Checkpoint
 from pw.models.shards import ShardIndex
-from pw_pipelines.synthetic import SHAPES, write
+from pw_pipelines.synthetic import write
 
+CONFIGS = Path(__file__).parents[2] / "pipelines" / "recipes" / "configs"
+SHAPES = {path.stem: json.loads(path.read_text()) for path in sorted(CONFIGS.glob("*.json"))}
 BILLIONS = {
     "qwen1.5-moe-a2.7b": (14.32, 23.2),
     "mixtral-8x7b": (46.70, 84.0),
@@ -23,6 +26,7 @@ BILLIONS = {
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_shape_has_the_real_models_parameters(shape: str, tmp_path: Path) -> None:
+    assert SHAPES.keys() == BILLIONS.keys()
     config = AutoConfig.for_model(**SHAPES[shape])
     config.save_pretrained(tmp_path)
     found = Architecture.load(tmp_path)

@@ -1,0 +1,69 @@
+"""Options of `pw serve` alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+from pw.cli.options import option
+from pw.config import EngineConfig
+from pw.errors import ConfigError
+
+_server = partial(option, "Server")
+
+
+@dataclass(frozen=True)
+class Server:
+    """How `serve` presents itself."""
+
+    host: Annotated[str, _server("Address to listen on.")] = "127.0.0.1"
+    port: Annotated[int, _server("Port; 0 takes a free one.")] = 8000
+    uds: Annotated[Path | None, _server("Unix socket instead of host and port.")] = None
+    ssl_certfile: Annotated[Path | None, _server("Certificate chain, PEM: serve HTTPS.")] = None
+    ssl_keyfile: Annotated[Path | None, _server("Its key, PEM.")] = None
+    root_path: Annotated[str, _server("Path under which a proxy shows this server.")] = ""
+    allowed_origins: Annotated[
+        list[str] | None,
+        _server("Origin whose pages may call from a browser, `*` for all; repeatable."),
+    ] = None
+    served_model_name: Annotated[
+        list[str] | None,
+        _server("Name in answers; repeat it for more names (default: the artifact's)."),
+    ] = None
+    api_key: Annotated[
+        list[str] | None, _server("Key that clients must send; repeatable (default: none).")
+    ] = None
+    max_num_queued_reqs: Annotated[int, _server("Sequences that may wait; more get a 503.")] = (
+        EngineConfig.max_num_queued_reqs
+    )
+    request_timeout: Annotated[
+        float | None, _server("Seconds that a request may take in all (default: no limit).")
+    ] = None
+    queue_timeout: Annotated[
+        float | None, _server("Seconds that it may wait to begin (default: no limit).")
+    ] = None
+    stall_timeout: Annotated[
+        float, _server("Seconds of the engine's silence after which its streams end.")
+    ] = 60.0
+    shutdown_timeout: Annotated[
+        float, _server("Seconds that running requests get after the first signal.")
+    ] = 30.0
+    dry_run: Annotated[bool, _server("Load, print the memory plan, leave.", "--dry-run")] = False
+
+    def check(self) -> None:
+        """Refuse timeouts that cannot be meant.
+
+        Raises:
+            ConfigError: One is not positive, or shorter than the engine's signs of life.
+        """
+        for name in ("request_timeout", "queue_timeout"):
+            seconds = getattr(self, name)
+            if seconds is not None and not seconds > 0:
+                flag = name.replace("_", "-")
+                raise ConfigError(f"--{flag} must be positive: {seconds}")
+        if not self.stall_timeout >= 1:
+            raise ConfigError(f"--stall-timeout must be at least 1 second: {self.stall_timeout}")
+        if not self.shutdown_timeout >= 0:
+            raise ConfigError(f"--shutdown-timeout must not be negative: {self.shutdown_timeout}")
