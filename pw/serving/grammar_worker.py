@@ -4,7 +4,7 @@ It loads the compiler once and forks for each grammar. The child has little CPU 
 may die of anything; what is left is a verdict. Jobs come as JSON lines on stdin, verdicts leave as
 JSON lines on stdout:
 
-    {"id": 1, "kind": "regex", "text": "a+"}       {"id": 1, "error": null}
+    {"id": 1, "kind": "regex", "text": "a+"}       {"id": 1, "error": "", "bug": false}
 
 It ends when stdin does.
 """
@@ -92,14 +92,14 @@ class Worker:
             _limit(self._cpu_seconds, self._memory_bytes)
             os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the compiler's remarks
             compiled = compile_grammar(self._compiler, Grammar(job["kind"], job["text"]))
-            _walk(compiled, self._compiler.tokenizer_info.vocab_size)
+            _walk(compiled, compiled.tokenizer_info.vocab_size)
             os.write(writing, b"+")
         except PwError as error:
             os.write(writing, b"-" + error.message.encode()[:1000])
-        except MemoryError:
-            os.write(writing, b"-" + _TOO_LARGE.encode())
+        except (MemoryError, RuntimeError) as error:  # the compiler's own are RuntimeErrors
+            os.write(writing, b"-" + (str(error) or _TOO_LARGE).encode()[:1000])
         except Exception as error:
-            os.write(writing, b"-" + str(error).encode()[:1000])
+            os.write(writing, b"!" + repr(error).encode()[:1000])
         finally:
             os._exit(0)
 
@@ -111,7 +111,7 @@ class Worker:
         os.close(reading)
         _, status = os.waitpid(process, 0)
         error = told[1:].decode(errors="replace") if told else _cause(status)
-        verdict = {"id": job_id, "error": None if told == b"+" else error}
+        verdict = {"id": job_id, "error": error, "bug": told.startswith(b"!")}
         print(json.dumps(verdict), flush=True)
 
 

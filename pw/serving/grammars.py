@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import importlib.util
+import logging
 import os
 import sys
 from asyncio.subprocess import PIPE, Process
@@ -19,6 +20,8 @@ import orjson
 
 from pw.engine.request import Grammar
 from pw.errors import RequestError
+
+logger = logging.getLogger("pw.serving")
 
 CPU_SECONDS = 2.0
 MEMORY_BYTES = 512 << 20
@@ -68,8 +71,8 @@ class GrammarChecker:
     def __init__(self, folder: Path | None) -> None:
         self._folder = folder
         self._verdicts = Verdicts()
-        self._waiting: dict[bytes, asyncio.Future[str]] = {}
-        self._keys: dict[int, bytes] = {}  # id of a job under way -> its key
+        self._trials: dict[bytes, asyncio.Task[str]] = {}
+        self._answers: dict[int, asyncio.Future[str]] = {}  # by the id of the job
         self._jobs = 0
         self._process: Process | None = None
         self._starting = asyncio.Lock()
@@ -95,17 +98,12 @@ class GrammarChecker:
         key = hashlib.blake2b(f"{grammar.kind}:{grammar.text}".encode(), digest_size=16).digest()
         error = self._verdicts.get(key)
         if error is None:
-            try:
-                async with asyncio.timeout(START_SECONDS + ANSWER_SECONDS):
-                    error = await self._ask(key, grammar)
-            except TimeoutError:
-                raise _unavailable("does not answer") from None
-            self._verdicts.add(key, error)
+            error = await asyncio.shield(self._trial(key, grammar))
         if error:
             raise RequestError(f"{param} cannot be followed: {error}", param=param)
 
     async def close(self) -> None:
-        """End the process."""
+        """End the process, and with it all trials."""
         process, self._process = self._process, None
         if process is not None:
             if process.returncode is None:
@@ -113,37 +111,48 @@ class GrammarChecker:
             await process.wait()
         if self._reader is not None:
             await self._reader
+        await asyncio.gather(*self._trials.values(), return_exceptions=True)
 
-    async def _ask(self, key: bytes, grammar: Grammar) -> str:
-        """The worker's verdict; requests with the same grammar wait for one."""
-        if key not in self._waiting:
-            if len(self._waiting) >= MAX_WAITING:
+    def _trial(self, key: bytes, grammar: Grammar) -> asyncio.Task[str]:
+        """The trial of a grammar, one for all who ask; it goes on when they leave."""
+        if key not in self._trials:
+            if len(self._trials) >= MAX_WAITING:
                 raise RequestError(
                     f"{MAX_WAITING} grammars wait to be compiled",
                     code="server_overloaded",
                     status=503,
                 )
-            self._waiting[key] = asyncio.get_running_loop().create_future()
-            try:
-                await self._send(key, grammar)
-            except BaseException:
-                self._waiting.pop(key).cancel()
-                raise
-        return await asyncio.shield(self._waiting[key])
+            task = asyncio.create_task(self._try(key, grammar))
+            task.add_done_callback(lambda done: done.cancelled() or done.exception())
+            self._trials[key] = task
+        return self._trials[key]
 
-    async def _send(self, key: bytes, grammar: Grammar) -> None:
+    async def _try(self, key: bytes, grammar: Grammar) -> str:
+        """The worker's verdict."""
+        try:
+            async with asyncio.timeout(START_SECONDS + ANSWER_SECONDS):
+                error = await self._ask(grammar)
+        except TimeoutError:
+            raise _unavailable("does not answer") from None
+        except ConnectionError:
+            raise _unavailable("has ended") from None
+        finally:
+            del self._trials[key]
+        self._verdicts.add(key, error)
+        return error
+
+    async def _ask(self, grammar: Grammar) -> str:
         async with self._starting:
             if self._process is None or self._process.returncode is not None:
                 self._process = await self._start()
         self._jobs += 1
-        self._keys[self._jobs] = key
         job = {"id": self._jobs, "kind": grammar.kind, "text": grammar.text}
+        answer: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._answers[self._jobs] = answer
         assert self._process.stdin is not None
-        try:
-            self._process.stdin.write(orjson.dumps(job) + b"\n")
-            await self._process.stdin.drain()
-        except ConnectionError:
-            raise _unavailable("has ended") from None
+        self._process.stdin.write(orjson.dumps(job) + b"\n")
+        await self._process.stdin.drain()
+        return await answer
 
     async def _start(self) -> Process:
         assert self._folder is not None
@@ -170,15 +179,19 @@ class GrammarChecker:
         assert process.stdout is not None
         while line := await process.stdout.readline():
             verdict = orjson.loads(line)
-            key = self._keys.pop(verdict["id"])
-            if (future := self._waiting.pop(key, None)) is not None and not future.done():
-                future.set_result(verdict["error"] or "")
+            answer = self._answers.pop(verdict["id"])
+            if answer.done():  # it came too late
+                continue
+            if verdict["bug"]:
+                logger.error("the grammar compiler's check failed: %s", verdict["error"])
+                answer.set_exception(_unavailable("has failed"))
+            else:
+                answer.set_result(verdict["error"])
         await process.wait()
-        self._keys.clear()
-        while self._waiting:
-            _, future = self._waiting.popitem()
-            if not future.done():
-                future.set_exception(_unavailable("has ended"))
+        while self._answers:
+            _, answer = self._answers.popitem()
+            if not answer.done():
+                answer.set_exception(_unavailable("has ended"))
 
 
 def _unavailable(state: str) -> RequestError:
