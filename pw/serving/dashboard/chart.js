@@ -24,7 +24,7 @@ const CHARTS = [
     name: "Tokens a second", top: nice, axis: count,
     lines: [["generated", "bit6", (s) => s.generation_tokens_per_second], ["prompts", "dense", (s) => s.prompt_tokens_per_second]],
   },
-  { name: "Requests", stacked: true, top: nice, axis: count, lines: [["running", "bit5", (s) => s.running], ["waiting", "dense", (s) => s.waiting]] },
+  { name: "Requests", stacked: true, top: nice, axis: count, digits: count, lines: [["running", "bit5", (s) => s.running], ["waiting", "dense", (s) => s.waiting]] },
 ];
 
 /** The next of 1, 2, 5, 10, 20, ... */
@@ -68,7 +68,8 @@ function frame(chart) {
     chart.image = svg("svg", { "data-chart": chart.name });
     chart.value = make("span", { class: "value" });
     const name = make("span", { class: "name" }, chart.name);
-    for (const [words, paint] of chart.lines.filter(([words]) => words)) {
+    const marks = chart.marks ? [["planes given up", "text"], ["coming back", "moving"]] : [];
+    for (const [words, paint] of [...chart.lines.filter(([words]) => words), ...marks]) {
       const swatch = make("i", { class: "key" });
       swatch.style.background = `var(--${paint})`;
       name.append(swatch, make("span", { class: "quiet" }, words));

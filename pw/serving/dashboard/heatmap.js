@@ -24,6 +24,7 @@ export function drawExperts(latest = layers) {
   }
   const names = empty ? [] : view === "bits" ? BITS : unrouted ? [] : ["mass"];
   $("maps").replaceChildren(...names.map(boxOf));
+  if (!empty) $("main").classList.toggle("few", 2 * (LABEL + MEAN + 30 * layers[0].gate_up.length) < 0.55 * innerWidth);
   for (const name of names) draw(name, names.length);
   drawLegend(empty);
 }
@@ -43,8 +44,8 @@ function cellSize(experts, maps) {
   const width = $("maps").clientWidth;
   const fit = (room) => Math.floor((room - LABEL - MEAN) / experts);
   const beside = fit((width - GAP * (maps - 1)) / maps);
-  const wide = Math.max(3, Math.min(30, beside >= 6 ? beside : fit(width)));
-  return { wide, high: Math.max(6, Math.min(22, wide, Math.floor(480 / layers.length))) };
+  const wide = Math.max(3, Math.min(30, beside >= 4 ? beside : fit(width)));
+  return { wide, high: Math.max(8, Math.min(22, wide, Math.floor(480 / layers.length))) };
 }
 
 function draw(name, shown) {
@@ -54,36 +55,35 @@ function draw(name, shown) {
   const top = 16; // for the experts' numbers
   const context = prepare(canvas, LABEL + experts * cell.wide + MEAN, top + layers.length * cell.high);
   const paint = name === "mass" ? massColours() : bitColours();
-  const gap = Math.min(cell.wide, cell.high) >= 5 ? 1 : 0;
+  const gap = { x: cell.wide >= 5 ? 1 : 0, y: 1 };
+  const every = cell.high >= 13 ? 1 : 2;
   context.font = "10px system-ui, sans-serif";
   context.textBaseline = "middle";
   layers.forEach((layer, row) => {
     const y = top + row * cell.high;
     layer[name].forEach((value, expert) => {
       context.fillStyle = paint(value);
-      context.fillRect(LABEL + expert * cell.wide, y, cell.wide - gap, cell.high - gap);
+      context.fillRect(LABEL + expert * cell.wide, y, cell.wide - gap.x, cell.high - gap.y);
     });
     context.fillStyle = colour("quiet");
-    if (cell.high >= 10 || row % 4 === 0) {
+    if (row % every === 0) {
       context.textAlign = "right";
       context.fillText(layer.layer, LABEL - 7, y + cell.high / 2);
-    }
-    if (name !== "mass" && (cell.high >= 10 || row % 2 === 0)) {
-      const mean = layer[name].reduce((sum, bits) => sum + bits, 0) / experts;
       context.textAlign = "left";
-      context.fillText(mean.toFixed(2), LABEL + experts * cell.wide + 8, y + cell.high / 2);
+      const mean = layer[name].reduce((sum, bits) => sum + bits, 0) / experts;
+      if (name !== "mass") context.fillText(mean.toFixed(2), LABEL + experts * cell.wide + 8, y + cell.high / 2);
     }
   });
-  numberExperts(context, experts, cell);
+  numberExperts(context, experts, cell, name !== "mass");
   canvas.setAttribute("aria-label", `${name} of ${experts} experts in ${layers.length} layers`);
 }
 
-function numberExperts(context, experts, cell) {
+function numberExperts(context, experts, cell, shownMean) {
   context.fillStyle = colour("quiet");
   context.textAlign = "left";
-  const every = [1, 2, 4, 8, 16, 32].find((step) => step * cell.wide >= 18) ?? 64;
+  const every = [1, 2, 4, 8, 16, 32].find((step) => step * cell.wide >= 24) ?? 64;
   for (let expert = 0; expert < experts; expert += every) context.fillText(expert, LABEL + expert * cell.wide, 7);
-  context.fillText("mean", LABEL + experts * cell.wide + 8, 7);
+  if (shownMean) context.fillText("mean", LABEL + experts * cell.wide + 8, 7);
   context.textAlign = "right";
   context.fillText("layer", LABEL - 7, 7);
 }

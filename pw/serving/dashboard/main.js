@@ -68,7 +68,7 @@ function showStatus(status) {
   text("finished", `${count(status.finished)} finished, ${count(status.failed)} failed${preempted}`);
   const room = status.pages_kv + status.pages_free;
   text("kv", percent(room ? status.pages_kv / room : 0));
-  text("kv-bytes", `${bytes(status.bytes.kv)} of ${bytes(room * status.page_bytes)}`);
+  text("kv-bytes", `${bytes(status.bytes.kv)} of ${bytes(room * status.page_bytes)} room`);
   text("over", bytes(status.bytes_over_budget));
   $("over").classList.toggle("bad", status.bytes_over_budget > 0);
   text("budget", `budget ${bytes(status.bytes.budget)}`);

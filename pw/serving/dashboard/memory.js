@@ -4,7 +4,7 @@ import { bytes, count, percent } from "./format.js";
 import { $, colour, make, onThemeChange, prepare, text, tooltip } from "./dom.js";
 
 const PLANES = 8;
-const HEIGHT = 132; // of the picture, about
+const HEIGHT = 190; // of the picture, about
 // Kinds of pages by their letters in /v1/pw/precision: planes are digits.
 const KINDS = { L: ["lut", "lookup tables"], M: ["moving", "on their way back"], K: ["kv", "KV cache"], F: ["free", "free"] };
 for (let plane = 0; plane < PLANES; plane++) KINDS[plane] = [`bit${plane + 1}`, `bit ${plane + 1} of the experts`];
@@ -22,6 +22,7 @@ export function showBudget(held, pages) {
   while (bar.children.length < parts.length) bar.append(make("div"));
   parts.forEach(([name, words, size], index) => {
     const piece = bar.children[index];
+    piece.className = name;
     piece.style.background = `var(--${name})`;
     piece.style.width = `${(100 * size) / held.budget}%`;
     piece.title = `${words}: ${bytes(size)}`;
@@ -54,15 +55,17 @@ export function drawPages(pages = picture) {
   const canvas = $("pages");
   const cells = pages.cells;
   const width = canvas.parentElement.clientWidth - 32;
-  const size = Math.max(3, Math.min(16, Math.floor(Math.sqrt((width * HEIGHT) / cells.length))));
+  const size = Math.max(3, Math.min(20, Math.floor(Math.sqrt((width * HEIGHT) / cells.length))));
   grid = { columns: Math.floor(width / size), size };
   const rows = Math.ceil(cells.length / grid.columns);
   const context = prepare(canvas, width, rows * size);
   const gap = size >= 5 ? 1 : 0;
   const colours = Object.fromEntries(Object.entries(KINDS).map(([kind, [name]]) => [kind, colour(name)]));
   for (let cell = 0; cell < cells.length; cell++) {
-    context.fillStyle = colours[cells[cell]];
-    context.fillRect((cell % grid.columns) * size, Math.floor(cell / grid.columns) * size, size - gap, size - gap);
+    const [x, y] = [(cell % grid.columns) * size, Math.floor(cell / grid.columns) * size];
+    context.fillStyle = context.strokeStyle = colours[cells[cell]];
+    if (cells[cell] === "F" && gap) context.strokeRect(x + 0.5, y + 0.5, size - gap - 1, size - gap - 1);
+    else context.fillRect(x, y, size - gap, size - gap);
   }
   const run = pages.pages_per_cell > 1 ? `, ${count(pages.pages_per_cell)} a square` : "";
   text("pages-text", `${count(pages.pages)} of ${bytes(pages.page_bytes)}${run}`);
