@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from pw import logs
 from pw.cli.command import print_json
 from pw.cli.locate import model_folder
 from pw.cli.options import Common, Planner, Runtime, Sampling
 from pw.cli.server_options import Server
-from pw.errors import PwError
+from pw.errors import ModelError, PwError
 
 if TYPE_CHECKING:
     from pw.config import EngineConfig
@@ -90,10 +91,10 @@ def serve(
     """
     config = runtime.config(planner, max_num_queued_reqs=server.max_num_queued_reqs)
     server.check()
+    logs.configure(logs.current().level, server.log_format)
     endpoint = None if server.dry_run else _endpoint(server)
     path = model_folder(model, runtime, quiet=common.quiet)
 
-    from pw import logs
     from pw.engine.wire import Load
     from pw.serving.engine_process import EngineProcess
 
@@ -137,6 +138,11 @@ def _serve(
     from pw.serving.remote import RemoteEngine
     from pw.serving.server import serve as run
 
+    try:
+        tokenizer = load_tokenizer_alone(path)
+    except ModelError:
+        process.wait_until_ready()  # what the engine has to say about the artifact comes first
+        raise
     ready = process.wait_until_ready()
     if not quiet:
         _print_plan(ready.status)
@@ -154,7 +160,7 @@ def _serve(
     )
     return run(
         RemoteEngine(process, ready, stall_timeout=server.stall_timeout),
-        load_tokenizer_alone(path),
+        tokenizer,
         serving,
         endpoint=endpoint,
         allowed_origins=server.allowed_origins or (),

@@ -50,6 +50,7 @@ class Server:
     shutdown_timeout: Annotated[
         float, _server("Seconds that running requests get after the first signal.")
     ] = 30.0
+    log_format: Annotated[str, _server("text, or json: one object a line.")] = "text"
     dry_run: Annotated[bool, _server("Load, print the memory plan, leave.", "--dry-run")] = False
 
     def check(self) -> None:
@@ -63,6 +64,8 @@ class Server:
             if seconds is not None and not seconds > 0:
                 flag = name.replace("_", "-")
                 raise ConfigError(f"--{flag} must be positive: {seconds}")
+        if self.log_format not in ("text", "json"):
+            raise ConfigError(f"--log-format must be text or json: `{self.log_format}`")
         if not self.stall_timeout >= 1:
             raise ConfigError(f"--stall-timeout must be at least 1 second: {self.stall_timeout}")
         if not self.shutdown_timeout >= 0:
