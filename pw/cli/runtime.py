@@ -11,6 +11,7 @@ import typer
 from pw import logs
 from pw.cli.command import print_json
 from pw.cli.locate import model_folder
+from pw.cli.openai_options import OpenAI
 from pw.cli.options import Common, Planner, Runtime, Sampling
 from pw.cli.server_options import Server
 from pw.errors import ModelError, PwError
@@ -82,7 +83,12 @@ def generate(
 
 
 def serve(
-    model: ModelName, server: Server, runtime: Runtime, planner: Planner, common: Common
+    model: ModelName,
+    server: Server,
+    api: OpenAI,
+    runtime: Runtime,
+    planner: Planner,
+    common: Common,
 ) -> None:
     """Serve a model over HTTP with OpenAI's API, inside one memory budget.
 
@@ -94,13 +100,14 @@ def serve(
     logs.configure(logs.current().level, server.log_format)
     endpoint = None if server.dry_run else _endpoint(server)
     path = model_folder(model, runtime, quiet=common.quiet)
+    api.check(path)
 
     from pw.engine.wire import Load
     from pw.serving.engine_process import EngineProcess
 
     load = Load(path.resolve(), config, logs.current(), server.queue_timeout)
     with EngineProcess.launch(load) as process:
-        code = _serve(process, path, server, config, endpoint, quiet=common.quiet)
+        code = _serve(process, path, server, api, config, endpoint, quiet=common.quiet)
     raise typer.Exit(code)
 
 
@@ -124,6 +131,7 @@ def _serve(
     process: EngineProcess,
     path: Path,
     server: Server,
+    api: OpenAI,
     config: EngineConfig,
     endpoint: Endpoint | None,
     *,
@@ -132,8 +140,6 @@ def _serve(
     """Serve what the engine's process has loaded; the exit code."""
     # The engine loads meanwhile.
     from pw.models.light import load_tokenizer_alone
-    from pw.serving.context import ServingConfig
-    from pw.serving.defaults import SamplingDefaults
     from pw.serving.limits import ServingLimits
     from pw.serving.remote import RemoteEngine
     from pw.serving.server import serve as run
@@ -148,15 +154,17 @@ def _serve(
         _print_plan(ready.status)
     if endpoint is None:
         return 0
-    serving = ServingConfig(
-        model_names=tuple(server.served_model_name or _names(path, ready.info.model_name)),
-        artifact_hash=ready.info.artifact_hash,
-        limits=ServingLimits(
+    if (template := api.template()) is not None:
+        tokenizer.use_template(template)
+    serving = api.config(
+        path,
+        ServingLimits(
             max_open_sequences=config.max_num_seqs + config.max_num_queued_reqs,
             request_timeout=server.request_timeout,
         ),
+        model_names=tuple(server.served_model_name or _names(path, ready.info.model_name)),
+        artifact_hash=ready.info.artifact_hash,
         api_keys=tuple(server.api_key or ()),
-        defaults=SamplingDefaults.of_model(path),
     )
     return run(
         RemoteEngine(process, ready, stall_timeout=server.stall_timeout),
