@@ -1,26 +1,45 @@
-"""The command that scores a policy: perplexity of a text, with all bytes by class."""
+"""The command that scores policies: perplexity, divergence, tasks, all bytes by class."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from pw.cli.command import print_json
+from pw.cli.eval_options import ComparisonOptions, ReportOptions, TaskOptions, TextOptions
 from pw.cli.locate import artifact_path
 from pw.cli.offline import progress_of
 from pw.cli.options import Common, Planner, Runtime
-from pw.config import EngineConfig
+from pw.config import EngineConfig, PrecisionPolicy
 from pw.errors import ConfigError
 
-_TEXT = "Text"
+if TYPE_CHECKING:
+    from pw.evaluation.policies import Budget
+    from pw.evaluation.sweep import Engine, Job, Sweep
+    from pw.evaluation.task_runs import HarnessResult, TaskSettings
+    from pw.models.tokenizer import Tokenizer
 
 ModelName = Annotated[
     str, typer.Argument(metavar="MODEL", help="An artifact (see `pw calibrate`), or `tiny`.")
 ]
+
+
+@dataclass(frozen=True)
+class Compared:
+    """Policies, the budgets of those that adapt, and the one that all are compared with."""
+
+    policies: tuple[PrecisionPolicy, ...]
+    budgets: tuple[Budget, ...]
+    reference: PrecisionPolicy
+    unlimited: EngineConfig  # how engines run that no budget governs
 
 
 def evaluate(
@@ -28,82 +47,140 @@ def evaluate(
     runtime: Runtime,
     planner: Planner,
     common: Common,
-    text: Annotated[
-        str,
-        typer.Option(
-            help="A .txt, a .jsonl with `text`, or `bundled` (held-out).",
-            metavar="FILE",
-            rich_help_panel=_TEXT,
-        ),
-    ] = "bundled",
-    seqlen: Annotated[
-        int,
-        typer.Option(help="Tokens of a chunk, each a context of its own.", rich_help_panel=_TEXT),
-    ] = 2048,
-    max_chunks: Annotated[
-        int | None, typer.Option(help="Chunks at most.", rich_help_panel=_TEXT)
-    ] = None,
-    concurrency: Annotated[
-        int, typer.Option(help="Chunks scored at a time.", rich_help_panel=_TEXT)
-    ] = 4,
-    baseline: Annotated[
-        Path | None,
-        typer.Option(
-            help="An earlier --json result to compare with, chunk by chunk.", rich_help_panel=_TEXT
-        ),
-    ] = None,
+    text: TextOptions,
+    comparison: ComparisonOptions,
+    tasks: TaskOptions,
+    report: ReportOptions,
 ) -> None:
-    """Perplexity of a text under a precision policy, with all bytes by class."""
-    config = runtime.config(planner)
-    earlier = None if baseline is None else _read_baseline(baseline)
+    """Perplexity, divergence and tasks under one or more precision policies, with all bytes."""
+    report.check(tasks.log_samples)
+    compared = compare(runtime.config(planner), comparison)
+    harness_files = tasks.harness_files
+    baseline = None if comparison.baseline is None else _read_baseline(comparison.baseline)
     path = artifact_path(model, quiet=common.quiet)
 
-    result = score(
-        path,
-        config,
-        text,
-        common,
-        seqlen=seqlen,
-        max_chunks=max_chunks,
-        concurrency=concurrency,
-        earlier=earlier,
+    sweep, described = run_evaluation(
+        path, compared, text, common, tasks=tasks, kl=comparison.kl, harness_files=harness_files
     )
+    if baseline is not None:
+        _add_baseline(described, baseline)
+    if report.output is not None:
+        _write(report, described, sweep if tasks.log_samples else None, path)
     if common.json:
-        print_json(result)
+        print_json(described)
     else:
-        print_score(result)
+        print_report(described)
+        if report.output is not None:
+            print(f"report: `{report.output / 'report.html'}`")
 
 
-def score(
+def run_evaluation(
     path: Path,
-    config: EngineConfig,
-    text: str,
+    compared: Compared,
+    text: TextOptions,
     common: Common,
     *,
-    seqlen: int,
-    max_chunks: int | None,
-    concurrency: int = 4,
-    earlier: list[float] | None = None,
-) -> dict[str, Any]:
-    """Perplexity of a text with an artifact; `earlier` are the chunks' losses to compare with."""
+    tasks: TaskOptions | None = None,
+    kl: bool = True,
+    harness_files: Sequence[Path] = (),
+) -> tuple[Sweep, dict[str, Any]]:
+    """Score an artifact; the sweep and its description (see `pw.evaluation.report.document`)."""
     from pw.engine import Engine
-    from pw.evaluation.bootstrap import paired_interval
-    from pw.evaluation.perplexity import cut_chunks, perplexity
+    from pw.evaluation.perplexity import cut_chunks
+    from pw.evaluation.report.document import document
+    from pw.evaluation.report.provenance import provenance, sha256_of
+    from pw.evaluation.sweep import Job, Sweeper
+    from pw.evaluation.task_runs import prepare
+    from pw.evaluation.tasks import load_task
+    from pw.models.checkpoint import Checkpoint
+    from pw.models.tokenizer import load_tokenizer
     from pw_pipelines.calibration import bos_prefix
 
-    engine = Engine.from_artifact(path, config)
-    prefix = bos_prefix(engine.tokenizer)
-    tokens = engine.tokenizer.encode(_read_text(text), add_special_tokens=False)
-    chunks = cut_chunks(tokens, seqlen, prefix=prefix, limit=max_chunks)
-    with progress_of(common).stage("eval", len(chunks), "chunks") as advance:
-        report = perplexity(
-            engine, chunks, prefix=len(prefix), concurrency=concurrency, advance=advance
+    tasks = tasks or TaskOptions()
+    tokenizer = load_tokenizer(path)
+    prefix = bos_prefix(tokenizer)
+    whole = _read_text(text.text)
+    ids = tokenizer.encode(whole, add_special_tokens=False)
+    chunks = cut_chunks(ids, text.seqlen, prefix=prefix, limit=text.max_chunks)
+    config = compared.unlimited
+    seed = config.seed or 0
+    settings = tasks.settings(seed)
+    asked = [prepare(load_task(name), tokenizer, settings, prefix) for name in tasks.names]
+    job = Job(chunks, prefix, asked, text.concurrency, kl)
+    limits: dict[str, Any] = {"max_num_seqs": min(config.max_num_seqs, text.concurrency)}
+    if not harness_files and config.max_model_len is None:
+        stated = int(Checkpoint.open(path).architecture.config.max_position_embeddings)
+        longest = max((each.longest for each in asked), default=0)
+        limits["max_model_len"] = max(text.seqlen, min(longest, stated))
+
+    def make_engine(policy: PrecisionPolicy, budget: int | None) -> Engine:
+        bounds = limits if budget is None else limits | {"memory_budget": budget}
+        return Engine.from_artifact(path, replace(config, policy=policy, **bounds))
+
+    harness = _harness(harness_files, tokenizer, settings, job)
+    sweeper = Sweeper(make_engine, job, progress_of(common).stage, harness)
+    sweep = sweeper.run(compared.policies, compared.budgets, compared.reference)
+    origin = provenance(sys.argv[1:], path, config.device, {"bootstrap": 0, "few-shot": seed})
+    about = {"name": text.text, "sha256": sha256_of(whole)}
+    return sweep, document(sweep, job, about, origin)
+
+
+def compare(config: EngineConfig, options: ComparisonOptions) -> Compared:
+    """What the flags compare.
+
+    Raises:
+        ConfigError: They contradict each other.
+    """
+    from pw.evaluation.policies import Budget, choose_reference, is_fixed, parse_budgets
+    from pw.evaluation.policies import parse_policies as parse
+
+    policies = (config.policy,) if options.policies is None else parse(options.policies)
+    reference = choose_reference(policies, options.reference)
+    adapting = [policy for policy in policies if not is_fixed(policy)]
+    budgets: tuple[Budget, ...] = ()
+    if options.memory_budgets is not None:
+        budgets = parse_budgets(options.memory_budgets)
+        config = replace(config, memory_budget=None)
+    elif options.policies is not None and config.memory_budget is not None:
+        budgets = (Budget(f"{config.memory_budget} bytes", config.memory_budget),)
+        config = replace(config, memory_budget=None)
+    if config.trace is not None and len(adapting) * max(len(budgets), 1) != 1:
+        raise ConfigError(
+            f"--precision-trace is for one run that adapts: there are "
+            f"{len(adapting) * max(len(budgets), 1)}",
+            "name one adaptive policy and one budget",
         )
-    result: dict[str, Any] = asdict(report)
-    result["bytes"]["total"] = report.bytes.total
-    if earlier is not None:
-        result["nll_difference"] = asdict(paired_interval(report.chunk_nll, earlier))
-    return result
+    return Compared(policies, budgets, reference, config)
+
+
+@contextmanager
+def _offline() -> Iterator[None]:
+    """Import what is imported here as a library without a network: nothing may be downloaded."""
+    names = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE")
+    before = {name: os.environ.get(name) for name in names}
+    os.environ.update(dict.fromkeys(names, "1"))
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def _harness(
+    files: Sequence[Path], tokenizer: Tokenizer, settings: TaskSettings, job: Job
+) -> Callable[[Engine], Sequence[HarnessResult]]:
+    """What runs the tasks of lm-evaluation-harness on an engine."""
+    if not files:
+        return lambda _engine: ()
+    with _offline():
+        from pw.evaluation.harness import check_files, run_harness
+    check_files(files)
+    return lambda engine: run_harness(
+        engine, tokenizer, files, settings, prefix=job.prefix, concurrency=job.concurrency
+    )
 
 
 def _read_text(name: str) -> str:
@@ -117,35 +194,50 @@ def _read_text(name: str) -> str:
     return "\n\n".join(document for document in documents if isinstance(document, str))
 
 
-def _read_baseline(path: Path) -> list[float]:
+def _read_baseline(path: Path) -> list[dict[str, Any]]:
+    """Rows of an earlier report that could run."""
     try:
-        values = json.loads(path.read_text("utf-8"))["chunk_nll"]
-        return [float(value) for value in values]
+        rows = json.loads(path.read_text("utf-8"))["rows"]
+        rows = [row for row in rows if row["error"] is None]
+        for row in rows:
+            row["chunk_nll"] = [float(value) for value in row["chunk_nll"]]
+            row["policy"], row["budget"]
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(
-            f"not a result of `pw eval --json`: `{path}`",
-            "save one with `pw eval ... --json > FILE`",
+            f"not a report of `pw eval`: `{path}`",
+            "save one with `pw eval ... --json > FILE`, or take the report.json of --output",
         ) from error
+    return rows
 
 
-def print_score(result: dict[str, Any]) -> None:
-    """Print what `score` gives."""
-    nll = result["nll"]
-    print(f"policy      {result['policy']}, mean {result['mean_bits']:.2f} bits")
-    print(f"perplexity  {result['perplexity']:.3f}")
-    print(
-        f"nll         {nll['mean']:.4f} nats a token "
-        f"[{nll['low']:.4f}, {nll['high']:.4f}] over {len(result['chunk_nll'])} chunks "
-        f"of {result['chunk_tokens']} tokens"
-    )
-    if "nll_difference" in result:
-        difference = result["nll_difference"]
-        print(
-            f"difference  {difference['mean']:+.4f} "
-            f"[{difference['low']:+.4f}, {difference['high']:+.4f}] against the baseline"
-        )
-    print(f"bytes       {result['bytes']['total']:,} of {result['bytes']['budget']:,}")
-    for name, value in result["bytes"].items():
-        if value and name not in ("total", "budget"):
-            print(f"  {name:<14}{value:>16,}")
-    print(f"over budget {result['bytes_over_budget']} bytes")
+def _add_baseline(described: dict[str, Any], earlier: Sequence[dict[str, Any]]) -> None:
+    """Compare every row with the same policy and budget of an earlier report, or its only row."""
+    from dataclasses import asdict
+
+    from pw.evaluation.bootstrap import paired_interval
+
+    for row in described["rows"]:
+        key = (row["policy"], row["budget"])
+        same = [other for other in earlier if (other["policy"], other["budget"]) == key]
+        found = same or (earlier if len(earlier) == 1 else [])
+        if found and row["error"] is None:
+            difference = paired_interval(row["chunk_nll"], found[0]["chunk_nll"])
+            row["against_baseline"] = {"policy": found[0]["policy"], "nll": asdict(difference)}
+
+
+def _write(
+    options: ReportOptions, described: dict[str, Any], sweep: Sweep | None, path: Path
+) -> None:
+    from pw.evaluation.report.write import write_report, write_samples
+
+    assert options.output is not None
+    write_report(options.output, described, options.trace, path)
+    if sweep is not None:
+        write_samples(options.output, sweep)
+
+
+def print_report(described: dict[str, Any]) -> None:
+    """Print what an evaluation found."""
+    from pw.evaluation.report.console import print_rows
+
+    print_rows(described)

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from pw.cli.command import print_json
-from pw.cli.evaluation import print_score, score
+from pw.cli.eval_options import ComparisonOptions, TextOptions
+from pw.cli.evaluation import compare, print_report, run_evaluation
 from pw.cli.offline import Overwrite, progress_of
 from pw.cli.options import Common
-from pw.config import EngineConfig, PrecisionPolicy, parse_bytes
+from pw.config import EngineConfig, parse_bytes
 
 if TYPE_CHECKING:
     from pw_pipelines.recipe import Recipe
@@ -42,16 +43,16 @@ def run(
     loaded = stage.load_recipe(recipe)
     loaded = replace(loaded, model=model or loaded.model, output=output or loaded.output)
     stage.run(loaded, progress_of(common), overwrite=overwrite, device=device)
-    results = _evaluate(loaded, device, common)
+    described = _evaluate(loaded, device, common)
     if common.json:
-        print_json({"artifact": loaded.output, "evaluation": results})
+        print_json({"artifact": loaded.output, "evaluation": described})
         return
-    for result in results:
-        print_score(result)
+    if described is not None:
+        print_report(described)
     print(f"artifact: `{loaded.output}`")
 
 
-def _evaluate(recipe: Recipe, device: str, common: Common) -> list[dict[str, Any]]:
+def _evaluate(recipe: Recipe, device: str, common: Common) -> dict[str, Any] | None:
     """The recipe's evaluation; those with the same inputs are read from the file of results."""
     from pw.store import Artifact
     from pw.store.files import replace_file
@@ -59,24 +60,18 @@ def _evaluate(recipe: Recipe, device: str, common: Common) -> list[dict[str, Any
 
     settings = recipe.evaluation
     if not settings.policies:
-        return []
+        return None
     inputs = plain({"artifact": Artifact.open(recipe.output).artifact_hash, "settings": settings})
     file = recipe.output.with_name(f"{recipe.output.stem}.eval.json")
     if file.is_file():
-        earlier = json.loads(file.read_bytes())
-        if earlier["inputs"] == inputs:
-            return list(earlier["results"])
+        earlier: dict[str, Any] = json.loads(file.read_bytes())
+        if earlier["inputs"] == inputs and "report" in earlier:
+            return dict(earlier["report"])
     budget = None if settings.memory_budget is None else parse_bytes(settings.memory_budget)
-    results = [
-        score(
-            recipe.output,
-            EngineConfig(policy=PrecisionPolicy.parse(policy), memory_budget=budget, device=device),
-            settings.text,
-            common,
-            seqlen=settings.seqlen,
-            max_chunks=settings.max_chunks,
-        )
-        for policy in settings.policies
-    ]
-    replace_file(file, canonical_json(plain({"inputs": inputs, "results": results})))
-    return results
+    policies = ",".join(settings.policies)
+    config = EngineConfig(memory_budget=budget, device=device)
+    text = TextOptions(settings.text, settings.seqlen, settings.max_chunks)
+    compared = compare(config, ComparisonOptions(policies))
+    _, described = run_evaluation(recipe.output, compared, text, common)
+    replace_file(file, canonical_json(plain({"inputs": inputs, "report": described})))
+    return described

@@ -8,6 +8,7 @@ that is reported.
 
 from __future__ import annotations
 
+import math
 import shutil
 import tempfile
 from pathlib import Path
@@ -30,27 +31,13 @@ class Reference:
     Args:
         chunks: Number of chunks.
         tokens: Scored tokens of each.
-        vocabulary: Entries of a distribution.
         folder: Where the file is put; None = the system's temporary folder.
     """
 
-    def __init__(
-        self, chunks: int, tokens: int, vocabulary: int, folder: Path | None = None
-    ) -> None:
+    def __init__(self, chunks: int, tokens: int, folder: Path | None = None) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="pw-eval-", dir=folder))
-        size = 2 * chunks * tokens * vocabulary
-        free = shutil.disk_usage(self._folder).free
-        if size + _SPARE > free:
-            self.close()
-            raise PwError(
-                f"the divergence from the dense model takes {size:,} bytes of disk, "
-                f"{free:,} are free: `{self._folder.parent}`",
-                "score fewer chunks (--max-chunks), name another folder (TMPDIR), or --no-kl",
-            )
-        self._values = np.memmap(
-            self._folder / "logprobs.f16", np.float16, "w+", shape=(chunks, tokens, vocabulary)
-        )
         self._written = np.zeros((chunks, tokens), dtype=bool)
+        self._values: NDArray[np.float16] | None = None  # [chunks, tokens, V], on disk
 
     def __enter__(self) -> Reference:
         return self
@@ -65,11 +52,17 @@ class Reference:
 
     def close(self) -> None:
         """Delete the file."""
-        self._values = np.empty(0, np.float16)  # type: ignore[assignment]
+        self._values = None
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def keep(self, chunk: int, first: int, logits: Tensor) -> None:
-        """Keep the dense model's logits [n, V] of scored tokens `first` and on."""
+        """Keep the dense model's logits [n, V] of scored tokens `first` and on.
+
+        Raises:
+            PwError: The disk has no room for all of them.
+        """
+        if self._values is None:
+            self._values = self._allocate(logits.shape[1])
         for start in range(0, len(logits), _ROWS):
             part = logits[start : start + _ROWS].float().log_softmax(-1)
             rows = slice(first + start, first + start + len(part))
@@ -82,7 +75,7 @@ class Reference:
         Raises:
             ValueError: Nothing was kept for one of them.
         """
-        if not self._written[chunk, first : first + len(logits)].all():
+        if self._values is None or not self._written[chunk, first : first + len(logits)].all():
             raise ValueError(f"no reference for all tokens from {first} on of chunk {chunk}")
         found = []
         for start in range(0, len(logits), _ROWS):
@@ -91,3 +84,14 @@ class Reference:
             dense = torch.from_numpy(np.array(kept)).to(part.device).float().log_softmax(-1)
             found.append((dense.exp() * (dense - part)).sum(-1).double().cpu().numpy())
         return np.concatenate(found)
+
+    def _allocate(self, vocabulary: int) -> NDArray[np.float16]:
+        shape = (*self._written.shape, vocabulary)
+        size, free = 2 * math.prod(shape), shutil.disk_usage(self._folder).free
+        if size + _SPARE > free:
+            raise PwError(
+                f"the divergence from the dense model takes {size:,} bytes of disk, "
+                f"{free:,} are free: `{self._folder.parent}`",
+                "score fewer chunks (--max-chunks), name another folder (TMPDIR), or --no-kl",
+            )
+        return np.memmap(self._folder / "logprobs.f16", np.float16, "w+", shape=shape)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,23 +24,10 @@ from pw.engine.request import SamplingParams
 from pw.errors import ConfigError, PwError
 from pw.evaluation.continuations import Pair, score_pairs
 from pw.evaluation.inflight import run_in_flight
-from pw.evaluation.task_runs import TaskEngine, TaskSettings
+from pw.evaluation.task_runs import HarnessResult, TaskEngine, TaskSettings
 from pw.models.tokenizer import Tokenizer
 
 _LOCAL_DATA = ("json", "csv", "parquet", "text", "arrow")  # what `datasets` reads without a hub
-
-
-@dataclass(frozen=True)
-class HarnessResult:
-    """What the harness reports of one task, under its own names."""
-
-    task: str
-    items: int
-    version: str
-    metrics: dict[str, float]  # "acc,none", "acc_stderr,none", ...
-    mean_bits: float  # when the task was done
-    seconds: float  # of all tasks of the call
-    samples: list[dict[str, Any]] = field(default_factory=list, repr=False)
 
 
 class EngineLM(TemplateLM):
@@ -164,11 +150,9 @@ def run_harness(
         concurrency: Requests in flight at a time.
 
     Raises:
-        ConfigError: A file is missing or no task with local data.
+        PwError: The harness found nothing to report.
     """
     started = time.monotonic()
-    for file in files:
-        _check_file(file)
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     limit = settings.limit
     answer = simple_evaluate(
@@ -209,8 +193,17 @@ class _Reader(yaml.SafeLoader):
 _Reader.add_constructor("!function", lambda _, node: str(node.value))
 
 
+def check_files(files: Sequence[Path]) -> None:
+    """Refuse a file that is no task, or one whose data would come from a hub.
+
+    Raises:
+        ConfigError: One is.
+    """
+    for file in files:
+        _check_file(file)
+
+
 def _check_file(file: Path) -> None:
-    """Refuse a file that is no task, or one whose data would come from a hub."""
     try:
         content = _Reader(file.read_text("utf-8")).get_single_data()
     except OSError as error:

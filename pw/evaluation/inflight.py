@@ -38,7 +38,7 @@ class ScoringEngine(Stepper, Protocol):
 def run_in_flight(
     engine: Stepper,
     prompts: Sequence[list[int]],
-    params: SamplingParams,
+    params: SamplingParams | Sequence[SamplingParams],
     *,
     concurrency: int,
     what: str = "prompt",
@@ -49,7 +49,7 @@ def run_in_flight(
     Args:
         engine: Has no other requests.
         prompts: Token ids of each.
-        params: Of all of them.
+        params: Of all of them, or of each.
         concurrency: Prompts inside the engine at a time.
         what: Name of a prompt in errors and request ids.
         after_step: Called after every forward step.
@@ -60,11 +60,12 @@ def run_in_flight(
     Raises:
         PwError: The engine failed on a prompt.
     """
+    each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
     waiting = iter(range(len(prompts)))
     flying: set[int] = set()
     while True:
         while len(flying) < concurrency and (index := next(waiting, None)) is not None:
-            engine.add_request(f"{what}-{index}", prompts[index], params)
+            engine.add_request(f"{what}-{index}", prompts[index], each[index])
             flying.add(index)
         if not flying:
             return

@@ -9,30 +9,21 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
-from pw.engine.request import BytesByClass, EngineStatus, RequestOutput, SamplingParams
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from pw.engine.request import BytesByClass, SamplingParams
 from pw.errors import ConfigError, PwError
 from pw.evaluation.bootstrap import Interval, mean_interval
+from pw.evaluation.divergence import Reference
+from pw.evaluation.inflight import ScoringEngine, run_in_flight
+from pw.evaluation.watch import Usage, Watch
 
-_SCORE = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, ignore_eos=True)
-
-
-class ScoringEngine(Protocol):
-    """What scoring needs of the engine."""
-
-    def add_request(
-        self, request_id: str, prompt_token_ids: list[int], params: SamplingParams
-    ) -> None:
-        """Queue one prompt."""
-
-    def step(self) -> list[RequestOutput]:
-        """Run one forward step."""
-
-    def status(self) -> EngineStatus:
-        """A snapshot."""
+_SCORE = SamplingParams(max_tokens=0, temperature=0.0, prompt_logprobs=0)
 
 
 @dataclass(frozen=True)
@@ -43,14 +34,27 @@ class PerplexityReport:
     perplexity: float
     nll: Interval  # mean negative log-probability of a token in nats
     chunk_nll: tuple[float, ...]  # per chunk, in text order: what paired intervals need
+    chunk_bits: tuple[float, ...]  # mean bits of the routed weights when the chunk was done
     chunk_tokens: int  # tokens of one chunk, a forced prefix included
     tokens: int  # scored tokens
-    mean_bits: float  # of the routed weights, mean over chunks of the bits when it was scored
-    bytes: BytesByClass  # at the end of the run
+    kl: Interval | None  # mean divergence of a token from the dense model in nats
+    chunk_kl: tuple[float, ...] | None
+    kl_quantiles: dict[str, float] | None  # of single tokens: "0.5", "0.99", "0.999", "1"
+    usage: Usage
     bytes_over_budget: int  # worst seen
     preemptions: int
     transitions: int
     seconds: float
+
+    @property
+    def mean_bits(self) -> float:
+        """Bits of a routed weight, mean over chunks of the bits when each was scored."""
+        return math.fsum(self.chunk_bits) / len(self.chunk_bits)
+
+    @property
+    def bytes(self) -> BytesByClass:
+        """Where the bytes of the budget were, mean over the forward steps."""
+        return self.usage.bytes
 
 
 def cut_chunks(
@@ -86,6 +90,8 @@ def perplexity(
     prefix: int = 0,
     concurrency: int = 4,
     advance: Callable[[int], None] = lambda _count: None,
+    reference: Reference | None = None,
+    is_reference: bool = False,
 ) -> PerplexityReport:
     """Score chunks of equal length.
 
@@ -95,23 +101,41 @@ def perplexity(
         prefix: Leading tokens of each chunk that are not scored; the first never is.
         concurrency: Chunks in flight at a time.
         advance: Called with the number of chunks done since the last call.
+        reference: The dense model's distributions, for the divergence from them.
+        is_reference: This run is the dense model's: it fills `reference`.
 
     Raises:
         PwError: The engine failed on a chunk.
     """
     started = time.monotonic()
-    scores: dict[int, tuple[float, float]] = {}
     first = max(prefix, 1)
-    for index, output in _run(engine, chunks, concurrency):
-        if output.error is not None:
-            raise PwError(f"chunk {index} could not be scored: {output.error}")
-        if output.prompt_logprobs:
+    watch = Watch(engine)
+    compare = None if reference is None else _Comparison(reference, is_reference, chunks, first)
+
+    def observe(request_id: str, position: int, logits: Tensor) -> None:
+        watch.look()
+        if compare is not None:
+            compare.take(int(request_id.rpartition("-")[2]), position, logits)
+
+    scores: dict[int, tuple[float, float]] = {}
+    engine.observe_prompt_logits(observe)
+    try:
+        for index, output in run_in_flight(
+            engine,
+            chunks,
+            _SCORE,
+            concurrency=concurrency,
+            what="chunk",
+            after_step=watch.next_step,
+        ):
             scored = [p.logprob for p in output.prompt_logprobs[first:] if p is not None]
             if len(scored) != len(chunks[index]) - first:
                 raise PwError(f"chunk {index} came back with {len(scored)} log-probabilities")
             scores[index] = (-math.fsum(scored) / len(scored), output.mean_bits)
-        if output.finish_reason is not None:
             advance(1)
+    finally:
+        engine.observe_prompt_logits(None)
+    kl = None if compare is None or is_reference else compare.kl
     chunk_nll = tuple(scores[index][0] for index in range(len(chunks)))
     nll = mean_interval(chunk_nll)
     status = engine.status()
@@ -120,10 +144,13 @@ def perplexity(
         perplexity=math.exp(nll.mean),
         nll=nll,
         chunk_nll=chunk_nll,
+        chunk_bits=tuple(scores[index][1] for index in range(len(chunks))),
         chunk_tokens=len(chunks[0]),
         tokens=sum(len(chunk) - first for chunk in chunks),
-        mean_bits=math.fsum(bits for _, bits in scores.values()) / len(scores),
-        bytes=status.bytes,
+        kl=None if kl is None else mean_interval(kl.mean(1).tolist()),
+        chunk_kl=None if kl is None else tuple(kl.mean(1).tolist()),
+        kl_quantiles=None if kl is None else _quantiles(kl),
+        usage=watch.usage(),
         bytes_over_budget=status.bytes_over_budget,
         preemptions=status.preemptions,
         transitions=status.transitions,
@@ -131,20 +158,27 @@ def perplexity(
     )
 
 
-def _run(
-    engine: ScoringEngine, chunks: Sequence[list[int]], concurrency: int
-) -> Iterator[tuple[int, RequestOutput]]:
-    """Keep `concurrency` chunks in flight; yields (chunk, output) as the engine steps."""
-    waiting = iter(range(len(chunks)))
-    flying: set[int] = set()
-    while True:
-        while len(flying) < concurrency and (index := next(waiting, None)) is not None:
-            engine.add_request(f"chunk-{index}", chunks[index], _SCORE)
-            flying.add(index)
-        if not flying:
+class _Comparison:
+    """Fills a reference, or the divergence `kl` [chunks, tokens] from it."""
+
+    def __init__(
+        self, reference: Reference, fill: bool, chunks: Sequence[list[int]], first: int
+    ) -> None:
+        self._reference, self._fill, self._first = reference, fill, first
+        self.kl: NDArray[np.float64] = np.full((len(chunks), len(chunks[0]) - first), np.nan)
+
+    def take(self, chunk: int, position: int, logits: Tensor) -> None:
+        """Logits [n, V] that predict the chunk's tokens from `position` on."""
+        logits = logits[max(self._first - position, 0) :]  # of a forced prefix
+        place = max(position - self._first, 0)
+        if not len(logits):
             return
-        for output in engine.step():
-            index = int(output.request_id.removeprefix("chunk-"))
-            yield index, output
-            if output.finish_reason is not None:
-                flying.discard(index)
+        if self._fill:
+            self._reference.keep(chunk, place, logits)
+        else:
+            found = self._reference.divergence(chunk, place, logits)
+            self.kl[chunk, place : place + len(found)] = found
+
+
+def _quantiles(values: NDArray[np.float64]) -> dict[str, float]:
+    return {f"{q:g}": float(np.quantile(values, q)) for q in (0.5, 0.99, 0.999, 1.0)}

@@ -72,13 +72,69 @@ class TaskResult:
     samples: list[dict[str, Any]] = field(default_factory=list, repr=False)
 
 
+@dataclass(frozen=True)
+class HarnessResult:
+    """What lm-evaluation-harness reports of one task, under its own names."""
+
+    task: str
+    items: int
+    version: str
+    metrics: dict[str, float]  # "acc,none", "acc_stderr,none", ...
+    mean_bits: float  # when the task was done
+    seconds: float  # of all tasks of the call
+    samples: list[dict[str, Any]] = field(default_factory=list, repr=False)
+
+
+@dataclass(frozen=True)
+class Questions:
+    """A task ready to be asked: every item as text and as tokens. Make it with `prepare`."""
+
+    task: Task
+    items: tuple[Item, ...]
+    contexts: tuple[str, ...]  # what the model is given, examples included
+    pairs: tuple[tuple[Pair, ...], ...]  # per item: context and each continuation that is scored
+    prompts: tuple[list[int], ...]  # what answers are written behind; () when none are
+    settings: TaskSettings
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest prompt with its answer."""
+        scored = max(len(p.context) + len(p.continuation) for each in self.pairs for p in each)
+        written = max((len(prompt) for prompt in self.prompts), default=0)
+        return max(scored, written + self.settings.max_gen_tokens if written else 0)
+
+
+def prepare(
+    task: Task, tokenizer: ChatEncoder, settings: TaskSettings, prefix: Sequence[int] = ()
+) -> Questions:
+    """Turn a task into prompts.
+
+    Args:
+        task: What is asked.
+        tokenizer: Of the model.
+        settings: How.
+        prefix: Tokens put before each prompt (the BOS of models that need one).
+
+    Raises:
+        ConfigError: The settings do not fit the task, or an item cannot be scored.
+        RequestError: The model has no chat template, or it refuses an item.
+    """
+    items = limited(task, settings.limit)
+    contexts = tuple(_context(task, index, settings, tokenizer) for index in range(len(items)))
+    prefix = () if settings.apply_chat_template else prefix  # the template writes its own
+    pairs = tuple(
+        tuple(encode_pair(tokenizer, context, text, prefix) for text in _answers(item, context))
+        for item, context in zip(items, contexts, strict=True)
+    )
+    written = contexts if settings.generate else ()
+    prompts = tuple([*prefix, *tokenizer.encode(t, add_special_tokens=False)] for t in written)
+    return Questions(task, items, contexts, pairs, prompts, settings)
+
+
 def run_task(
     engine: TaskEngine,
-    tokenizer: ChatEncoder,
-    task: Task,
-    settings: TaskSettings,
+    asked: Questions,
     *,
-    prefix: Sequence[int] = (),
     concurrency: int = 4,
     advance: Callable[[int], None] = lambda _count: None,
 ) -> TaskResult:
@@ -86,61 +142,61 @@ def run_task(
 
     Args:
         engine: Runs it.
-        tokenizer: Of the model.
-        task: What is asked.
-        settings: How.
-        prefix: Tokens put before each prompt (the BOS of models that need one).
+        asked: The task's prompts.
         concurrency: Prompts in flight at a time.
         advance: Called with the number of items done since the last call.
+
+    Raises:
+        PwError: The engine failed on an item.
     """
     started = time.monotonic()
-    items = limited(task, settings.limit)
-    contexts = [_context(task, index, settings, tokenizer) for index in range(len(items))]
-    samples: list[dict[str, Any]] = [
-        {"index": index, "prompt": context, "target": item.target}
-        for index, (item, context) in enumerate(zip(items, contexts, strict=True))
-    ]
-    prefix = () if settings.apply_chat_template else prefix  # the template writes its own
-    pairs = [
-        [encode_pair(tokenizer, context, text, prefix) for text in _continuations(item, context)]
-        for item, context in zip(items, contexts, strict=True)
-    ]
     limit = engine.max_model_len
-    truncated = sum(len(pair.context) + len(pair.continuation) > limit for p in pairs for pair in p)
-    scores = _score(engine, pairs, limit, concurrency, advance)
+    scores = _score(engine, asked.pairs, limit, concurrency, advance)
     values: dict[str, list[float]] = {}
-    for item, found, sample in zip(items, scores, samples, strict=True):
+    for item, found in zip(asked.items, scores, strict=True):
         measured = _choice_metrics(item, found) if item.choices else _target_metrics(found[0])
-        sample["logprobs"] = [score.logprob for score in found]
-        sample["greedy"] = [score.greedy for score in found]
-        if item.choices:
-            sample |= {"choices": list(item.choices), "answer": item.answer}
         for name, value in measured.items():
             values.setdefault(name, []).append(value)
-    if settings.generate:
-        prompts = [
-            [*prefix, *tokenizer.encode(context, add_special_tokens=False)] for context in contexts
-        ]
-        written = _write(engine, prompts, settings.max_gen_tokens, concurrency)
-        values["exact_match"] = [
-            float(text == item.target) for text, item in zip(written, items, strict=True)
-        ]
-        for text, sample in zip(written, samples, strict=True):
-            sample["written"] = text
-    for index, sample in enumerate(samples):
-        sample |= {name: each[index] for name, each in values.items()}
+    written: list[str] = []
+    if asked.prompts:
+        written = _write(engine, asked.prompts, asked.settings.max_gen_tokens, concurrency)
+        right = [text == item.target for text, item in zip(written, asked.items, strict=True)]
+        values["exact_match"] = [float(is_right) for is_right in right]
     return TaskResult(
-        task=task.name,
-        sha256=task.sha256,
-        items=len(items),
-        chance=task.chance,
-        truncated=truncated,
+        task=asked.task.name,
+        sha256=asked.task.sha256,
+        items=len(asked.items),
+        chance=asked.task.chance,
+        truncated=sum(len(p.context) + len(p.continuation) > limit for e in asked.pairs for p in e),
         metrics={name: mean_interval(each) for name, each in values.items()},
         values={name: tuple(each) for name, each in values.items()},
         mean_bits=engine.status().mean_bits,
         seconds=time.monotonic() - started,
-        samples=samples,
+        samples=[_sample(asked, index, scores, written, values) for index in range(len(scores))],
     )
+
+
+def _sample(
+    asked: Questions,
+    index: int,
+    scores: Sequence[Sequence[Score]],
+    written: Sequence[str],
+    values: dict[str, list[float]],
+) -> dict[str, Any]:
+    """All about one item, for the file of samples."""
+    item, found = asked.items[index], scores[index]
+    sample: dict[str, Any] = {
+        "index": index,
+        "prompt": asked.contexts[index],
+        "target": item.target,
+        "logprobs": [score.logprob for score in found],
+        "greedy": [score.greedy for score in found],
+    }
+    if item.choices:
+        sample |= {"choices": list(item.choices), "answer": item.answer}
+    if written:
+        sample["written"] = written[index]
+    return sample | {name: each[index] for name, each in values.items()}
 
 
 def _context(task: Task, index: int, settings: TaskSettings, tokenizer: ChatEncoder) -> str:
@@ -157,7 +213,7 @@ def _context(task: Task, index: int, settings: TaskSettings, tokenizer: ChatEnco
     return tokenizer.render_chat(messages, add_generation_prompt=True)
 
 
-def _continuations(item: Item, context: str) -> list[str]:
+def _answers(item: Item, context: str) -> list[str]:
     return [follow(context, text) for text in item.choices or (item.target,)]
 
 
