@@ -4,6 +4,7 @@ import logging
 import sys
 
 from pw.serving.context import ServingConfig
+from pw.serving.listen import Endpoint
 from pw.serving.server import serve
 from tests.serving.fakes import FakeEngine, WordTokenizer
 
@@ -15,7 +16,7 @@ if __name__ == "__main__":
         engine,
         WordTokenizer(),
         ServingConfig(("fake",)),
-        port=0,
+        endpoint=Endpoint(port=0),
         shutdown_timeout=shutdown_timeout,
     )
     print("engine stopped" if engine.stopped else "engine left running", flush=True)
