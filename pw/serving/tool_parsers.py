@@ -53,6 +53,7 @@ class MarkedCalls:
         self._schemas = schemas
         self._held = ""
         self._inside = False
+        self._blank = ""  # before the begin mark
         self._searched = 0  # characters of `_held` that hold no end mark
         self._called = False
 
@@ -83,6 +84,7 @@ class MarkedCalls:
         if content:
             pieces.append(content)
         if found:
+            self._blank = self._held[len(content) : start]
             self._held, self._inside, self._searched = self._held[start + len(begin) :], True, 0
         else:
             self._held = self._held[len(content) :]
@@ -109,7 +111,7 @@ class MarkedCalls:
         except (ValueError, RecursionError):
             calls = []
         self._called = self._called or bool(calls)
-        return [*calls] or [self._syntax.begin + spelled]
+        return [*calls] or [self._blank + self._syntax.begin + spelled]
 
 
 class NamedCall:
