@@ -19,6 +19,7 @@ from pw.cli.inspection import env, inspect
 from pw.cli.offline import calibrate, export, fit_residuals, quantize, sensitivity, trace
 from pw.cli.recipes import run
 from pw.cli.runtime import generate, serve
+from pw.cli.top import top
 from pw.errors import PwError
 
 app = typer.Typer(
@@ -34,7 +35,7 @@ for _panel, _functions in {
     "Make an artifact": (calibrate, quantize, sensitivity, trace, fit_residuals, run),
     "Run a model": (serve, generate),
     "Measure": (evaluate, bench),
-    "Look": (inspect, export, env),
+    "Look": (top, inspect, export, env),
 }.items():
     for _function in _functions:
         add_command(app, _function, panel=_panel, name="eval" if _function is evaluate else None)

@@ -1,0 +1,120 @@
+"""`pw top` against a served fake engine: one look, a server that is gone, keys."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+
+import httpx
+import pytest
+from rich.console import Console
+
+from pw.cli import main
+from pw.cli.top import View, curve, render
+from pw.serving.context import ServingConfig
+from pw.serving.log_lines import size
+from tests.serving.conftest import serving
+from tests.serving.show_dashboard import MovingEngine
+
+
+def top(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as stop:
+        main(["top", *arguments])
+    return int(stop.value.code or 0)
+
+
+def show(view: View, width: int = 100) -> str:
+    console = Console(width=width, color_system=None)
+    with console.capture() as capture:
+        console.print(render(view, width))
+    return capture.get()
+
+
+def test_one_look(capsys: pytest.CaptureFixture[str]) -> None:
+    engine = MovingEngine(4, 8)
+    engine.second = 30.0
+    with serving(engine) as served:
+        assert top("--url", served.url, "--once") == 0
+        text = capsys.readouterr().out
+        assert top("--url", served.url, "--json") == 0
+        status = json.loads(capsys.readouterr().out)
+    assert text.startswith("PagedWeight fake  adaptive  ready")
+    assert re.search(rf"mean bits +{status['mean_bits']:.2f}", text)
+    assert re.search(r"running +23 +7 waiting", text)
+    for layer, bits in status["layer_bits"].items():
+        assert re.search(rf"\b{layer} . {bits:.2f}", text)
+    kv = f"KV cache {size(status['bytes']['kv'])}"
+    assert kv.replace(" ", "\N{NO-BREAK SPACE}") in text
+    assert "no requests now" in text
+
+
+def test_the_bar_is_as_wide_as_the_screen_and_in_proportion() -> None:
+    engine = MovingEngine(48, 128)
+    with serving(engine) as served, httpx.Client(base_url=served.url) as client:
+        view = View(served.url)
+        view.look(client)
+        lines = show(view, 100).splitlines()
+        bar = next(line for line in lines if "████" in line and "mean" not in line)
+        held = view.status["bytes"]
+        assert len(bar) == 100
+        assert bar.count("·") == pytest.approx(100 * held["free"] / held["budget"], abs=1)
+        assert max(map(len, lines)) <= 100
+        assert sum(line.count(" 6.00") for line in lines) == 49  # 48 layers and their mean
+
+
+def test_requests_are_listed() -> None:
+    engine = MovingEngine(2, 4)
+    engine.step_seconds = 0.05
+    with serving(engine) as served, httpx.Client(base_url=served.url) as client:
+        stream = served.openai.completions.create(model="fake", prompt="1 2", stream=True)
+        first = next(stream)
+        view = View(served.url)
+        view.look(client)
+        list(stream)
+    line = next(line for line in show(view, 140).splitlines() if first.id in line)
+    assert re.search(r"running +2 +\d+ +\d\.\d\d s +\d+\.\d s +5\.50", line)
+
+
+def test_a_server_that_goes_away_leaves_the_last_picture() -> None:
+    with serving(MovingEngine(2, 4)) as served, httpx.Client(base_url=served.url) as client:
+        view = View(served.url)
+        view.look(client)
+        before = view.status
+    with httpx.Client(base_url=served.url) as client:
+        view.look(client)
+    assert view.status is before
+    text = show(view)
+    assert f"{served.url} does not answer" in text.replace("\n", "")
+    assert "mean bits" in text
+
+
+def test_no_server_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{free.getsockname()[1]}"
+        assert top("--url", url, "--once") == 1
+    error = capsys.readouterr().err.splitlines()
+    assert error[0].startswith(f"error: {url} does not answer: ")
+    assert "--url" in error[1]
+    assert len(error) == 2
+
+
+def test_keys(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving(MovingEngine(2, 4), config=ServingConfig(("fake",), api_keys=("k",))) as served:
+        assert top("--url", served.url, "--once") == 1
+        error = capsys.readouterr().err
+        assert "the server needs an API key" in error
+        assert "PW_API_KEY" in error
+        assert top("--url", served.url, "--once", "--api-key", "x") == 1
+        assert "the server does not know this key" in capsys.readouterr().err
+        monkeypatch.setenv("PW_API_KEY", "k")
+        assert top("--url", served.url, "--once") == 0
+
+
+def test_curves() -> None:
+    assert curve([]) == ""
+    assert curve([0, 0]) == "  "
+    assert curve([0, 4, 8]) == " ▄█"
+    assert curve([2, 4], top=8) == "▂▄"
+    assert len(curve([1.0] * 60)) == 30
