@@ -131,8 +131,7 @@ def _without_type(schema: dict[str, Any]) -> dict[str, Any]:
 
 def _typed(branch: Any, types: list[str]) -> Any:
     """A branch that also has the type stated beside it."""
-    if branch is True:
-        return {"type": types}
+    branch = {} if branch is True else branch
     if not isinstance(branch, dict) or "$ref" in branch or "anyOf" in branch:
         return branch
     stated = branch.get("type", types)
