@@ -1,0 +1,1 @@
+"""`pw bench`: throughput and latency of an engine, a server under load, memory under pressure."""

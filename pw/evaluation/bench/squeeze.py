@@ -1,0 +1,223 @@
+"""Contexts grow until the widest experts no longer fit, then shrink; over and over.
+
+One cycle:
+
+    steady     `probes` short requests decode beside free pages: quiet steps
+    pressure   long prompts arrive until planes are given up, and decode to their end
+    ease       the probes decode on while planes come back
+    rest       nothing runs; until all planes are back
+
+Steps are compared like with like: those that decode the probes and nothing else, by whether planes
+moved in them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from pw.engine import Engine
+from pw.engine.request import EngineStatus, SamplingParams
+from pw.errors import ConfigError, PwError
+
+_IDLE_SECONDS = 0.002  # between safe points of an idle engine
+
+
+@dataclass(frozen=True)
+class Squeeze:
+    """How hard and how often."""
+
+    cycles: int = 10
+    probes: int = 4
+    probe_tokens: int = 64  # that a probe makes; half of them before the pressure
+    load: float = 1.5  # KV of the long requests over the room beside the widest experts
+    max_long: int = 60  # long requests at a time; with the probes no more than may run
+    output_len: int = 8  # tokens of a long request's answer
+    return_seconds: float = 10.0  # for planes to be back
+    seed: int = 0
+
+
+@dataclass
+class _Record:
+    """What was seen in a run."""
+
+    quiet_ms: list[float] = field(default_factory=list)
+    moving_ms: list[float] = field(default_factory=list)
+    returns: list[float] = field(default_factory=list)  # seconds
+    lowest_bits: float = 16.0
+    most_kv: int = 0
+    over_budget: int = 0
+    leaked: int = 0
+    not_returned: int = 0
+
+
+class SqueezeRun:
+    """Cycles over one engine, whose policy is adaptive.
+
+    Args:
+        engine: An engine with nothing to do.
+        squeeze: The settings.
+
+    Raises:
+        ConfigError: The experts fit beside all the KV that the engine can hold: no pressure.
+    """
+
+    def __init__(self, engine: Engine, squeeze: Squeeze) -> None:
+        self._engine, self._squeeze = engine, squeeze
+        self._rng = np.random.default_rng(squeeze.seed)
+        self._record = _Record()
+        self._requests = 0
+        engine.generate([self._prompt(8)], SamplingParams(temperature=0.0, max_tokens=2))
+        self._settle()
+        self._start = engine.status()
+        self._long = self._long_requests()
+
+    def run(self, advance: Callable[[int], None] = lambda _: None) -> dict[str, Any]:
+        """All cycles; a summary."""
+        probe = self._prompt(16)
+        before = self._score(probe)
+        for _ in range(self._squeeze.cycles):
+            self._cycle()
+            advance(1)
+        after = self._score(probe)
+        return self._summary(equal=before == after)
+
+    # -- the parts of a cycle ----------------------------------------------------------------
+
+    def _cycle(self) -> None:
+        squeeze, engine = self._squeeze, self._engine
+        probes = {self._add(self._prompt(16), squeeze.probe_tokens) for _ in range(squeeze.probes)}
+        for _ in range(squeeze.probe_tokens // 2):
+            self._step(probes)
+        for length in self._long:
+            self._add(self._prompt(length), squeeze.output_len)
+        while engine.has_work():
+            self._step(probes)
+        engine.check_integrity()
+        self._record.returns.append(self._settle())
+        now = engine.status()
+        self._record.leaked += self._start.pages_free - now.pages_free + now.pages_kv
+        self._record.not_returned += now.mean_bits != self._start.mean_bits
+
+    def _step(self, probes: set[str]) -> None:
+        engine, record = self._engine, self._record
+        before = engine.status()
+        started = time.perf_counter()
+        outputs = engine.step()
+        elapsed = (time.perf_counter() - started) * 1e3
+        after = engine.status()
+        for output in outputs:
+            if output.error is not None:
+                raise PwError(f"a request of the squeeze failed: {output.error}")
+            if output.finish_reason is not None:
+                probes.discard(output.request_id)
+        tokens = after.step_tokens - before.step_tokens
+        if len(outputs) == tokens == self._squeeze.probes == before.running:
+            moved = after.transitions != before.transitions or after.moves_in_flight > 0
+            (record.moving_ms if moved else record.quiet_ms).append(elapsed)
+        record.lowest_bits = min(record.lowest_bits, after.mean_bits)
+        record.most_kv = max(record.most_kv, after.pages_kv)
+        record.over_budget = max(
+            record.over_budget, after.bytes_over_budget, after.bytes.total - after.bytes.budget
+        )
+
+    def _settle(self) -> float:
+        """Idle until planes have come back; seconds it took."""
+        started = last = time.perf_counter()
+        bits = self._engine.status().mean_bits
+        while time.perf_counter() - started < self._squeeze.return_seconds:
+            pending = self._engine.idle_turn()
+            now = self._engine.status().mean_bits
+            if now != bits:
+                bits, last = now, time.perf_counter()
+            if not pending:
+                break
+            time.sleep(_IDLE_SECONDS)
+        return last - started
+
+    # -- requests ------------------------------------------------------------------------------
+
+    def _long_requests(self) -> list[int]:
+        """Lengths of prompts whose KV together is `load` times the room beside the experts."""
+        status, squeeze = self._start, self._squeeze
+        room = status.pages_free * status.page_bytes
+        most = self._engine.max_model_len - squeeze.output_len
+        pages_of = self._engine.pages_for_tokens
+        lengths: list[int] = []
+        wanted = squeeze.load * room / status.page_bytes
+        while wanted > 0 and len(lengths) < squeeze.max_long:
+            length = most
+            while length > 16 and pages_of(length // 2 + squeeze.output_len) >= wanted:
+                length //= 2
+            lengths.append(length)
+            wanted -= pages_of(length + squeeze.output_len)
+        if wanted > 0:
+            raise ConfigError(
+                f"{len(lengths)} contexts of {most} tokens fit beside the widest experts",
+                "lower --memory-budget, or raise --max-num-seqs and --max-model-len",
+            )
+        return lengths
+
+    def _add(self, prompt: list[int], tokens: int) -> str:
+        self._requests += 1
+        name = f"squeeze-{self._requests}"
+        params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
+        self._engine.add_request(name, prompt, params)
+        return name
+
+    def _prompt(self, length: int) -> list[int]:
+        vocabulary = self._engine.tokenizer.vocab_size
+        return self._rng.integers(vocabulary, size=length).tolist()  # type: ignore[no-any-return]
+
+    def _score(self, prompt: list[int]) -> object:
+        """Tokens and log-probabilities of a short answer, from a fresh start."""
+        params = SamplingParams(
+            temperature=0.0, max_tokens=8, ignore_eos=True, prompt_logprobs=0, logprobs=1
+        )
+        answer = self._engine.generate([prompt], params)
+        self._settle()
+        return answer
+
+    # -- the end -------------------------------------------------------------------------------
+
+    def _summary(self, *, equal: bool) -> dict[str, Any]:
+        record, status = self._record, self._engine.status()
+        return {
+            "cycles": self._squeeze.cycles,
+            "requests": self._requests,
+            "long_prompts": self._long,
+            "bytes_over_budget": record.over_budget,
+            "pages_leaked": record.leaked,
+            "cycles_without_return": record.not_returned,
+            "equal_before_and_after": equal,
+            "most_bits": self._start.mean_bits,
+            "lowest_bits": record.lowest_bits,
+            "kv_bytes_at_most": record.most_kv * status.page_bytes,
+            "preemptions": status.preemptions - self._start.preemptions,
+            "transfer_failures": status.transfer_failures,
+            **_moved(self._start, status),
+            "return_seconds_median": float(np.median(record.returns)),
+            "return_seconds_most": max(record.returns),
+            **_steps("quiet", record.quiet_ms),
+            **_steps("moving", record.moving_ms),
+            "bytes": status.bytes,
+            "bytes_total": status.bytes.total,
+        }
+
+
+def _moved(start: EngineStatus, now: EngineStatus) -> dict[str, Any]:
+    names = ("transitions", "plans", "bytes_released", "bytes_reloaded", "plan_seconds_total")
+    return {name: getattr(now, name) - getattr(start, name) for name in names}
+
+
+def _steps(name: str, milliseconds: list[float]) -> dict[str, Any]:
+    found: dict[str, Any] = {f"{name}_steps": len(milliseconds)}
+    if milliseconds:
+        for percentile in (50, 99):
+            value = float(np.percentile(milliseconds, percentile))
+            found[f"{name}_step_p{percentile}_ms"] = value
+    return found

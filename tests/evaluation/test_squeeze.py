@@ -1,0 +1,42 @@
+"""L2 scaled down: contexts grow until the widest experts no longer fit, then shrink."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pw.errors import ConfigError
+from pw.evaluation.bench.squeeze import Squeeze, SqueezeRun
+from support.engines import make_artifact, open_engine, tight_budget
+
+SHORT = Squeeze(cycles=12, probes=2, probe_tokens=24, max_long=6)
+
+
+@pytest.fixture(scope="module")
+def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_artifact("qwen2_moe", tmp_path_factory.mktemp("squeeze"), num_attention_heads=2)[1]
+
+
+def test_no_byte_over_budget_no_page_lost_and_every_plane_back(artifact: Path) -> None:
+    budget = tight_budget(artifact, kv_tokens=150)
+    engine = open_engine(artifact, memory_budget=budget, planner_low_watermark=0.01)
+    advanced: list[int] = []
+    found = SqueezeRun(engine, SHORT).run(advanced.append)
+    assert len(advanced) == found["cycles"] == 12
+    assert found["bytes_over_budget"] == 0
+    assert found["pages_leaked"] == 0
+    assert found["cycles_without_return"] == 0
+    assert found["equal_before_and_after"] is True
+    assert found["lowest_bits"] < found["most_bits"] == 6
+    assert found["bytes_released"] > 12 * 4096
+    assert found["bytes_reloaded"] > 12 * 4096
+    assert found["quiet_steps"] > 50
+    assert found["return_seconds_most"] < SHORT.return_seconds
+    assert found["kv_bytes_at_most"] > 0
+
+
+def test_room_for_everything_is_no_squeeze(artifact: Path) -> None:
+    engine = open_engine(artifact)
+    with pytest.raises(ConfigError, match="fit beside the widest experts"):
+        SqueezeRun(engine, SHORT)
