@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pw.serving.context import ServingConfig
+from tests.serving.conftest import serving
 
 POLICY = "/v1/pw/policy"
 
@@ -15,8 +16,6 @@ def bearer(key):
 
 @pytest.fixture(scope="module")
 def keyed():
-    from tests.serving.conftest import serving
-
     config = ServingConfig(("fake",), api_keys=("user", "user-2"), admin_keys=("root",))
     with serving(config=config, api_key="user") as running:
         yield running

@@ -8,6 +8,7 @@ import pytest
 
 import pw
 from pw.models.tokenizer import load_tokenizer
+from tests.serving.conftest import serving
 from tests.serving.fakes import FakeEngine
 
 TINY = Path(pw.__file__).parent / "assets" / "moe-tiny"
@@ -16,8 +17,6 @@ TINY = Path(pw.__file__).parent / "assets" / "moe-tiny"
 @pytest.fixture(scope="module")
 def real():
     """The bundled model's tokenizer before a fake engine."""
-    from tests.serving.conftest import serving
-
     with serving(FakeEngine(), load_tokenizer(TINY)) as running:
         yield running
 
