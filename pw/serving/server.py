@@ -25,8 +25,8 @@ from pw.serving.listen import Endpoint
 
 logger = logging.getLogger("pw.serving")
 
-CLOSE_SECONDS = 2  # for the last bytes of answers, after all sequences have ended
-CUT_OFF_SECONDS = 1  # ... after they were cut off
+CLOSE_SECONDS = 2.0  # for the last bytes of answers, after all sequences have ended
+CUT_OFF_SECONDS = 0.5  # ... after they were cut off
 ENGINE_FAILED_SECONDS = 2.0  # for clients to be told
 
 
@@ -88,7 +88,7 @@ def _uvicorn_config(app: FastAPI, endpoint: Endpoint) -> uvicorn.Config:
         access_log=False,  # each generation has its own line
         server_header=False,
         h11_max_incomplete_event_size=MAX_HEADER_BYTES,
-        timeout_graceful_shutdown=CLOSE_SECONDS,
+        timeout_graceful_shutdown=int(2 * CLOSE_SECONDS),  # connections are dropped before
         root_path=endpoint.root_path,
         ssl_certfile=endpoint.ssl_certfile,
         ssl_keyfile=endpoint.ssl_keyfile,
@@ -130,7 +130,6 @@ class DrainingServer(uvicorn.Server):
         """
         if self._context.gate.draining:
             self._deadline = 0.0
-            self.config.timeout_graceful_shutdown = CUT_OFF_SECONDS
             signal.signal(sig, signal.SIG_DFL)
             return
         self._context.gate.draining = True
@@ -160,6 +159,17 @@ class DrainingServer(uvicorn.Server):
                 for generation in tuple(self._context.generations):
                     generation.fail(shutting_down())
         return await super().on_tick(counter)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Close the port; clients that do not take their last bytes in time are dropped."""
+        seconds = CUT_OFF_SECONDS if self.cut_off else CLOSE_SECONDS
+        dropping = asyncio.get_running_loop().call_later(seconds, self._drop_connections)
+        await super().shutdown(sockets)
+        dropping.cancel()
+
+    def _drop_connections(self) -> None:
+        for connection in tuple(self.server_state.connections):
+            connection.transport.abort()
 
 
 def how_to_call(url: str, model: str, *, chat: bool, keyed: bool, uds: Path | None = None) -> str:

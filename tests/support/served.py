@@ -64,12 +64,12 @@ class ServerProcess:
 def server_process(*arguments: str) -> Iterator[ServerProcess]:
     """A server for the length of the block; killed if it still runs then."""
     server = ServerProcess(*arguments)
-    try:
-        yield server
-    finally:
-        if server.process.poll() is None:
-            server.process.kill()
-            server.process.communicate()
+    with server.process:
+        try:
+            yield server
+        finally:
+            if server.process.poll() is None:
+                server.process.kill()
 
 
 class Stream:

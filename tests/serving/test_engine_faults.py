@@ -1,0 +1,219 @@
+"""Two processes under HTTP: the engine is killed or stopped, the server told to go or killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from support.remote import alive
+from support.served import ServerProcess, Stream, server_process
+
+Launch = Callable[..., ServerProcess]
+
+
+@pytest.fixture
+def launch() -> Iterator[Launch]:
+    """`launch(step_seconds, **options)`, see `serve_remote.py`; no engine outlives its server."""
+    with ExitStack() as running:
+        pids: list[int] = []
+
+        def start(step_seconds: float, **options: Any) -> ServerProcess:
+            arguments = (str(step_seconds), json.dumps(options))
+            server = running.enter_context(
+                server_process("-m", "tests.serving.serve_remote", *arguments)
+            )
+            pids.extend(server.children())
+            return server
+
+        yield start
+    assert pids
+    wait_until(lambda: not any(map(alive, pids)))
+
+
+def wait_until(true: Callable[[], bool], seconds: float = 10.0) -> float:
+    begin = time.monotonic()
+    while not true():
+        assert time.monotonic() - begin < seconds, "waited in vain"
+        time.sleep(0.01)
+    return time.monotonic() - begin
+
+
+def ready(url: str) -> int:
+    return httpx.get(f"{url}/health/ready").status_code
+
+
+def complete(url: str, **body: Any) -> httpx.Response:
+    return httpx.post(f"{url}/v1/completions", json={"prompt": "1"} | body, timeout=30)
+
+
+def test_a_killed_engine_is_told_to_everyone_and_ends_the_server(launch: Launch) -> None:
+    server = launch(0.02)
+    [engine] = server.children()
+    streams = [Stream(server.url, max_tokens=4000) for _ in range(3)]
+    killed = time.monotonic()
+    os.kill(engine, signal.SIGKILL)
+    for stream in streams:
+        [error] = stream.join().errors
+        assert "the engine failed" in str(error)
+    assert time.monotonic() - killed < 2
+    code, _, log = server.end()
+    assert time.monotonic() - killed < 5
+    assert code == 1
+    assert "the engine process ended: SIGKILL" in log
+    assert "leaving with exit code 1" in log
+    assert "Traceback" not in log
+
+
+def test_new_requests_are_refused_while_the_server_leaves(launch: Launch, tmp_path: Path) -> None:
+    """A client that reads nothing keeps the server for the two seconds it gives to be told."""
+    uds = str(tmp_path / "socket")
+    server = launch(0.001, endpoint={"uds": uds})
+    [engine] = server.children()
+    with (
+        httpx.Client(base_url="http://x", transport=httpx.HTTPTransport(uds=uds)) as http,
+        lazy_reader(uds, n=16),
+    ):
+        wait_until(lambda: http.get("/v1/pw/status").json()["step"] > 100)
+        time.sleep(1.5)  # more than the socket holds has been made
+        os.kill(engine, signal.SIGKILL)
+        begin = time.monotonic()
+        wait_until(lambda: http.get("/health/ready").status_code == 503, 1.0)
+        refused = http.post("/v1/completions", json={"prompt": "1"})
+        assert time.monotonic() - begin < 1.5
+        assert refused.status_code == 503
+        assert refused.json()["error"]["code"] == "engine_unavailable"
+        assert refused.headers["retry-after"]
+        assert http.get("/health/live").status_code == 200
+        assert http.get("/v1/pw/status").json()["step"] > 100
+        assert http.get("/metrics").status_code == 200
+        assert server.process.wait(10) == 1
+    assert "Traceback" not in server.end()[2]
+    assert not Path(uds).exists()
+
+
+@contextmanager
+def lazy_reader(uds: str, **body: Any) -> Iterator[None]:
+    """A client that asks for an endless stream and reads none of it."""
+    data = json.dumps({"prompt": "1", "max_tokens": 4000, "stream": True} | body).encode()
+    with socket.socket(socket.AF_UNIX) as client:
+        client.connect(uds)
+        head = "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        client.sendall(f"{head}content-length: {len(data)}\r\n\r\n".encode() + data)
+        yield
+
+
+def test_a_stopped_engine_is_a_stall_until_it_goes_on(launch: Launch) -> None:
+    server = launch(0.02, stall_timeout=1.5)
+    [engine] = server.children()
+    stream = Stream(server.url, max_tokens=4000)
+    os.kill(engine, signal.SIGSTOP)
+    assert ready(server.url) == 200  # not yet known
+    detected = wait_until(lambda: ready(server.url) == 503)
+    assert 0.5 < detected < 4
+    [error] = stream.join().errors
+    assert "stalled" in str(error)
+    refused = complete(server.url)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "engine_unavailable")
+    os.kill(engine, signal.SIGCONT)
+    assert wait_until(lambda: ready(server.url) == 200) < 3
+    assert complete(server.url, max_tokens=3).json()["choices"][0]["text"] == "1 2 3 "
+    server.process.send_signal(signal.SIGTERM)
+    code, _, log = server.end()
+    assert code == 0
+    assert "the engine is stalled" in log
+    assert "the engine goes on" in log
+
+
+def test_sixty_four_streams_are_drained(launch: Launch) -> None:
+    """A terminal or a supervisor may signal both processes; the engine leaves it to the server."""
+    server = launch(0.04)
+    [engine] = server.children()
+    many = [complete_later(server.url, n=8, max_tokens=100) for _ in range(7)]
+    streams = [Stream(server.url, max_tokens=100) for _ in range(8)]
+    wait_until(lambda: httpx.get(f"{server.url}/v1/pw/status").json()["open_sequences"] == 64)
+    server.process.send_signal(signal.SIGTERM)
+    os.kill(engine, signal.SIGTERM)
+    wait_until(lambda: ready(server.url) == 503)
+    assert complete(server.url).json()["error"]["message"] == "server is shutting down"
+    for stream in streams:
+        assert stream.join().errors == []
+        assert "".join(stream.texts).split() == [str(n + 1) for n in range(100)]
+        assert stream.finish_reason == "length"
+    for answer in many:
+        choices = answer()["choices"]
+        assert len(choices) == 8
+        assert {choice["finish_reason"] for choice in choices} == {"length"}
+    code, _, log = server.end()
+    assert code == 0
+    assert "Traceback" not in log
+
+
+def complete_later(url: str, **body: Any) -> Callable[[], Any]:
+    pool = ThreadPoolExecutor(1)
+    future = pool.submit(complete, url, **body)
+
+    def answer() -> Any:
+        pool.shutdown()
+        return future.result().json()
+
+    return answer
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_a_second_signal_ends_the_server_in_two_seconds(launch: Launch, stopped: bool) -> None:
+    server = launch(0.02)
+    [engine] = server.children()
+    streams = [Stream(server.url, max_tokens=4000) for _ in range(4)]
+    if stopped:  # even so
+        os.kill(engine, signal.SIGSTOP)
+    server.process.send_signal(signal.SIGTERM)
+    wait_until(lambda: ready(server.url) == 503)
+    assert server.process.poll() is None
+    begin = time.monotonic()
+    server.process.send_signal(signal.SIGTERM)
+    assert server.process.wait(10) == 1
+    assert time.monotonic() - begin < 2
+    for stream in streams:
+        [error] = stream.join().errors
+        assert "server is shutting down" in str(error)
+    assert not alive(engine)
+    assert "Traceback" not in server.end()[2]
+
+
+@pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGABRT])
+def test_a_server_that_is_killed_leaves_no_engine(launch: Launch, signal_number: int) -> None:
+    server = launch(0.02)
+    [engine] = server.children()
+    stream = Stream(server.url, max_tokens=4000)
+    server.process.send_signal(signal_number)
+    assert wait_until(lambda: not alive(engine)) < 2
+    assert stream.join().errors
+
+
+def test_timeouts_of_request_and_queue(launch: Launch) -> None:
+    server = launch(0.02, limits={"request_timeout": 1.5}, queue_timeout=0.2)
+    late = complete(server.url, max_tokens=4000)
+    assert (late.status_code, late.json()["error"]["code"]) == (504, "timeout")
+    assert "longer than 1.5 s" in late.json()["error"]["message"]
+    stream = Stream(server.url, max_tokens=4000).join()
+    assert 5 < len(stream.texts) < 100
+    assert "longer than 1.5 s" in str(stream.errors[0])
+    busy = [complete_later(server.url, n=16, max_tokens=4000) for _ in range(4)]
+    wait_until(lambda: httpx.get(f"{server.url}/v1/pw/status").json()["running"] == 64)
+    waited = complete(server.url, max_tokens=1)
+    assert waited.status_code == 504
+    assert "waited for 0.2 s" in waited.json()["error"]["message"]
+    assert {answer()["error"]["code"] for answer in busy} == {"timeout"}
+    wait_until(lambda: httpx.get(f"{server.url}/v1/pw/status").json()["running"] == 0)
+    assert complete(server.url, max_tokens=2).is_success
