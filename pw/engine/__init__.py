@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pw.engine.async_engine import AsyncEngine
-    from pw.engine.engine import Completion, Engine
+    from pw.engine.completion import Completion
+    from pw.engine.engine import Engine
 
 __all__ = ["AsyncEngine", "Completion", "Engine"]
 
 _HOMES = {
     "AsyncEngine": "pw.engine.async_engine",
-    "Completion": "pw.engine.engine",
+    "Completion": "pw.engine.completion",
     "Engine": "pw.engine.engine",
 }
 

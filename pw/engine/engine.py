@@ -14,20 +14,20 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
 from collections.abc import Sequence as Seq
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from pw.config import EngineConfig
 from pw.engine.admission import Admission
 from pw.engine.build import Parts, build_parts
+from pw.engine.completion import Completion, complete
+from pw.engine.grammar_queue import GrammarQueue
 from pw.engine.logprobs import score
-from pw.engine.outputs import Widths, accept_token, blocked_tokens, finish_without_token
+from pw.engine.outputs import Widths, accept_token, finish_without_token
 from pw.engine.policy import switch_policy
 from pw.engine.request import (
     EngineStatus,
@@ -37,23 +37,13 @@ from pw.engine.request import (
     TokenLogprob,
 )
 from pw.engine.runner import PromptLogits
-from pw.engine.sampling import sample
+from pw.engine.sampler import Sampler
 from pw.engine.sequence import Chunk, Sequence
 from pw.engine.status import Counters, precision_map, snapshot
 from pw.engine.wire import EngineInfo
 from pw.models.tokenizer import Tokenizer
 
-
-@dataclass(frozen=True)
-class Completion:
-    """All of one request's output."""
-
-    token_ids: tuple[int, ...]
-    text: str
-    finish_reason: FinishReason
-    logprobs: tuple[TokenLogprob, ...]
-    prompt_logprobs: tuple[TokenLogprob | None, ...]
-    error: str | None = None
+_WAIT_SECONDS = 0.005  # for a grammar when there is nothing else to do
 
 
 class Engine:
@@ -68,6 +58,8 @@ class Engine:
         self.model_name: str = parts.model_name
         self._eos = frozenset(parts.tokenizer.eos_token_ids)
         self._admission = Admission(parts, config)
+        self._grammars = GrammarQueue(parts.tokenizer, parts.tokenizer.vocab_size)
+        self._sampler = Sampler(parts.tokenizer.vocab_size, self._eos)
         self._sequences: dict[str, Sequence] = {}
         self._counters = Counters()
         self._step = self._turn = self._generated = 0
@@ -98,11 +90,9 @@ class Engine:
         """
         if request_id in self._sequences:
             raise ValueError(f"request id is in use: {request_id}")
-        waiting = len(self._parts.scheduler.waiting)
-        sequence = self._admission.admit(request_id, prompt_token_ids, params, waiting)
+        sequence = self._admission.admit(request_id, prompt_token_ids, params, self._waiting)
         with self._books:
-            self._sequences[request_id] = sequence
-            self._parts.scheduler.waiting.append(sequence)
+            self._queue(sequence)
         if self._config.trace_requests:
             self._parts.trace.write(
                 "request",
@@ -141,6 +131,11 @@ class Engine:
         sequence = self._sequences.get(request_id)
         return sequence is not None and sequence.kv is None and sequence.seen == 0
 
+    @property
+    def has_room(self) -> bool:
+        """Whether the queue takes another request."""
+        return self._waiting < self._config.max_num_queued_reqs
+
     def has_work(self) -> bool:
         """Whether a step would do anything for a request."""
         return bool(self._sequences)
@@ -151,21 +146,24 @@ class Engine:
         """Advance all running requests by one forward pass; what is new, per request."""
         parts = self._parts
         with self._books:
+            outputs = self._queue_compiled()
             self._safe_point(idle=False)
             chunks = parts.scheduler.schedule()
         if parts.table is not None:
             parts.table.publish()
         if not chunks:
-            return []
+            if self._grammars and not outputs:
+                self._grammars.wait(_WAIT_SECONDS)
+            return outputs
         self._open_statistics(chunks)
         ready = [chunk.sequence for chunk in chunks if chunk.samples]
         with parts.runner.threads_for(chunks):
             logits, prompt_logprobs = parts.runner.run(chunks)
-            tokens = self._choose(ready, logits)
+            tokens = self._sampler.choose(ready, logits)
         with self._books:
             for chunk in chunks:
                 self._book(chunk, prompt_logprobs.get(chunk))
-            outputs = list(map(self._take_in, ready, tokens, logits))
+            outputs += map(self._take_in, ready, tokens, logits)
             if parts.quality is not None:
                 parts.quality.after_step(parts.scheduler.running)
             self._step += 1
@@ -193,23 +191,9 @@ class Engine:
         """
         if self._sequences:
             raise ValueError(f"the engine has {len(self._sequences)} other requests")
-        each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
         self._generated += 1
-        ids = [f"generate-{self._generated}-{number}" for number in range(len(prompts))]
-        later = deque(zip(ids, prompts, each, strict=True))
-        outputs: dict[str, list[RequestOutput]] = {name: [] for name in ids}
-        waiting, most = self._parts.scheduler.waiting, self._config.max_num_queued_reqs
-        try:
-            while later or self.has_work():
-                while later and len(waiting) < most:
-                    self.add_request(*later.popleft())
-                for output in self.step():
-                    outputs[output.request_id].append(output)
-        except BaseException:
-            for name in ids:
-                self.abort(name)
-            raise
-        return [_join(outputs[name]) for name in ids]
+        each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
+        return complete(self, f"generate-{self._generated}", prompts, each)
 
     def observe_prompt_logits(self, observer: PromptLogits | None) -> None:
         """Show the logits of prompt tokens whose log-probabilities are wanted to `observer`.
@@ -231,7 +215,8 @@ class Engine:
         self._parts.trace.write("policy", step=self._step, policy=policy)
 
     def close(self) -> None:
-        """Close the trace."""
+        """Close the trace, end the thread that compiles."""
+        self._grammars.close()
         self._parts.trace.close()
 
     # -- looking ---------------------------------------------------------------------------
@@ -240,6 +225,10 @@ class Engine:
     def max_model_len(self) -> int:
         """Tokens of prompt and output together that any request may have."""
         return self._parts.memory.max_model_len
+
+    def pages_for_tokens(self, tokens: int) -> int:
+        """Most KV pages that one request holds at once on its way to a length."""
+        return self._parts.kv.pages_for_tokens(tokens)
 
     def info(self) -> EngineInfo:
         """What does not change while the engine lives."""
@@ -265,7 +254,12 @@ class Engine:
         """A snapshot. Safe to take from another thread while a step runs."""
         with self._books:
             return snapshot(
-                self._parts, self._config, self._counters, self._step, self._last_step_time
+                self._parts,
+                self._config,
+                self._counters,
+                self._waiting,
+                self._step,
+                self._last_step_time,
             )
 
     def check_integrity(self) -> None:
@@ -296,25 +290,35 @@ class Engine:
         )
         self._parts.precision.safe_point(self._step, self._turn, ahead, idle)
 
+    @property
+    def _waiting(self) -> int:
+        """Requests of which nothing runs."""
+        return len(self._parts.scheduler.waiting) + len(self._grammars)
+
+    def _queue(self, sequence: Sequence) -> None:
+        """Let a new sequence wait for its turn, or first for its grammar."""
+        if sequence.params.grammar is None:
+            self._parts.scheduler.waiting.append(sequence)
+        else:
+            self._grammars.add(sequence)
+        self._sequences[sequence.request_id] = sequence
+
+    def _queue_compiled(self) -> list[RequestOutput]:
+        """Let sequences whose grammar is ready wait for their turn; the ends of the others."""
+        outputs = []
+        for sequence, error in self._grammars.take():
+            if error is None:
+                self._parts.scheduler.waiting.append(sequence)
+            else:
+                outputs.append(self._end(sequence, "error", str(error), error.code))
+        return outputs
+
     def _open_statistics(self, chunks: list[Chunk]) -> None:
         """Begin the statistics of prompts that begin, or begin again after a preemption."""
         quality = self._parts.quality
         for chunk in chunks:
             if quality is not None:
                 quality.open_prompt(chunk.sequence, chunk.start)
-
-    def _choose(self, ready: list[Sequence], logits: Tensor) -> list[int | None]:
-        """Next token of each sequence, None where its logits are not finite."""
-        if not ready:
-            return []
-        finite = logits.sum(-1, dtype=torch.float32).isfinite().tolist()  # NaN and inf survive
-        tokens = sample(
-            logits[:, : self.tokenizer.vocab_size],
-            [seq.params for seq in ready],
-            [seq.generator if ok else None for seq, ok in zip(ready, finite, strict=True)],
-            [blocked_tokens(seq, self._eos) for seq in ready],
-        ).tolist()
-        return [token if ok else None for token, ok in zip(tokens, finite, strict=True)]
 
     def _take_in(self, sequence: Sequence, token: int | None, logits: Tensor) -> RequestOutput:
         """Book what a step gave a sequence that was at its end: logits [V]."""
@@ -324,6 +328,9 @@ class Engine:
             return self._end(sequence, "error", error, "nonfinite")
         if sequence.max_tokens == 0:
             return self._end(sequence, "length")
+        if sequence.grammar is not None and not sequence.grammar.accept(token):
+            error = "no token of this model continues the grammar"
+            return self._end(sequence, "error", error, "invalid_grammar")
         count, logprob = sequence.params.logprobs, None
         if count is not None:
             logprob = score(logits[None], [token], [count], self.tokenizer.vocab_size)[0]
@@ -348,38 +355,17 @@ class Engine:
 
     def _book(self, chunk: Chunk, logprobs: list[TokenLogprob] | None) -> None:
         """The tokens of a chunk are in the cache now."""
-        sequence = chunk.sequence
-        end = chunk.start + chunk.count
         self._parts.scheduler.book(chunk)
-        # A preempted sequence computes its prompt again: what was counted and scored stays.
-        new = min(end, len(sequence.prompt)) - sequence.seen
-        if new > 0:
-            self._counters.prompt_tokens += new
-            if sequence.params.prompt_logprobs is not None:
-                first: list[TokenLogprob | None] = [None] if sequence.seen == 0 else []
-                again = sequence.seen - chunk.start
-                sequence.prompt_logprobs += [*first, *(logprobs or [])[again:]]
-            sequence.seen += new
+        end = chunk.start + chunk.count
+        self._counters.prompt_tokens += chunk.sequence.see(end, logprobs or [])
         if self._parts.quality is not None:
-            self._parts.quality.close_prompt(sequence, self._parts.kv)
+            self._parts.quality.close_prompt(chunk.sequence, self._parts.kv)
 
     def _forget(self, sequence: Sequence, *, keep: bool = True) -> None:
+        self._grammars.drop(sequence)
         self._parts.scheduler.finish(sequence, keep=keep)
         del self._sequences[sequence.request_id]
 
     def _widths(self) -> Widths:
         table = self._parts.table
         return Widths() if table is None else Widths(table.mean_bits(), int(table.committed.min()))
-
-
-def _join(outputs: list[RequestOutput]) -> Completion:
-    last = outputs[-1]
-    assert last.finish_reason is not None
-    return Completion(
-        tuple(token for output in outputs for token in output.token_ids),
-        "".join(output.text for output in outputs),
-        last.finish_reason,
-        tuple(entry for output in outputs for entry in output.logprobs),
-        tuple(entry for output in outputs for entry in output.prompt_logprobs),
-        last.error,
-    )

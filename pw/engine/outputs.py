@@ -27,11 +27,13 @@ def accept_token(
     """Append a sampled token to its sequence and say what is new."""
     params = sequence.params
     sequence.output.append(token)
-    is_end = (token in eos_token_ids and not params.ignore_eos) or token in params.stop_token_ids
+    complete = sequence.grammar is not None and sequence.grammar.ended
+    is_eos = token in eos_token_ids and (complete or not params.ignore_eos)
+    is_end = is_eos or token in params.stop_token_ids
     may_stop = len(sequence.output) >= params.min_tokens
     text = "" if is_end else sequence.detokenizer.append(token, may_stop)
     finish: FinishReason | None = None
-    if is_end or sequence.detokenizer.stopped:
+    if is_end or complete or sequence.detokenizer.stopped:
         finish = "stop"
     elif sequence.remaining <= 0:
         finish = "length"

@@ -13,6 +13,7 @@ from pw.engine.experts import RoutedExperts
 from pw.engine.logprobs import score
 from pw.engine.request import TokenLogprob
 from pw.engine.sequence import Chunk
+from pw.memory.budget import SCORED_ROWS
 from pw.memory.kv_cache import KvCache
 from pw.models.skeleton import Skeleton
 
@@ -59,20 +60,31 @@ class ModelRunner:
         self._experts.batch = batch
         rows, samples, scored = self._rows(chunks)
         keep = torch.tensor(rows, dtype=torch.int64, device=device)
-        logits = self._skeleton.forward(batch.input_ids, batch.positions, batch, keep)
-        self._experts.batch = None
+        try:
+            hidden = self._skeleton.hidden(batch.input_ids, batch.positions, batch, keep)
+        finally:
+            self._experts.batch = None
         prompt_logprobs = {
-            chunk: self._score(chunk, logits[span]) for chunk, span in scored.items()
+            chunk: self._score(chunk, first, hidden[span]) for chunk, first, span in scored
         }
-        return logits[samples], prompt_logprobs
+        return self._skeleton.logits(hidden[samples]), prompt_logprobs
 
-    def _score(self, chunk: Chunk, logits: Tensor) -> list[TokenLogprob]:
-        """Log-probabilities of the prompt tokens that follow those of a chunk: logits [n, V]."""
-        if self.observer is not None:
-            self.observer(chunk.sequence.request_id, chunk.start + 1, logits)
-        count = chunk.sequence.params.prompt_logprobs or 0
-        targets = chunk.sequence.tokens(chunk.start + 1, chunk.start + 1 + len(logits))
-        return score(logits, targets, [count] * len(targets), self._vocabulary)
+    def _score(self, chunk: Chunk, first: int, hidden: Tensor) -> list[TokenLogprob]:
+        """Log-probabilities of prompt tokens from `first` on, given hidden [n, H] before them.
+
+        Few rows at a time: logits of a whole prompt would take more memory than the model's layers.
+        """
+        params = chunk.sequence.params
+        scored: list[TokenLogprob] = []
+        for start in range(0, len(hidden), SCORED_ROWS):
+            logits = self._skeleton.logits(hidden[start : start + SCORED_ROWS])
+            place = first + start
+            if self.observer is not None:
+                self.observer(chunk.sequence.request_id, place, logits)
+            targets = chunk.sequence.tokens(place, place + len(logits))
+            counts = [params.prompt_logprobs or 0] * len(targets)
+            scored += score(logits, targets, counts, self._vocabulary)
+        return scored
 
     @contextmanager
     def threads_for(self, chunks: list[Chunk]) -> Iterator[None]:
@@ -93,20 +105,26 @@ class ModelRunner:
             torch.set_num_threads(threads)
 
     @staticmethod
-    def _rows(chunks: list[Chunk]) -> tuple[list[int], list[int], dict[Chunk, slice]]:
-        """Rows of the batch that need logits, and what each of them is for."""
+    def _rows(chunks: list[Chunk]) -> tuple[list[int], list[int], list[tuple[Chunk, int, slice]]]:
+        """Rows of the batch whose hidden state is wanted, and what each of them is for.
+
+        Returns:
+            Rows of the batch; which of them sample; and for each chunk whose prompt is scored the
+            first prompt token that it scores, and which rows do.
+        """
         rows: list[int] = []
         samples: list[int] = []
-        scored: dict[Chunk, slice] = {}
-        start = 0
+        scored: list[tuple[Chunk, int, slice]] = []
+        offset = 0
         for chunk in chunks:
-            following = min(chunk.start + chunk.count, len(chunk.sequence.prompt) - 1) - chunk.start
-            if chunk.sequence.params.prompt_logprobs is not None and following > 0:
-                scored[chunk] = slice(len(rows), len(rows) + following)
-                rows += range(start, start + following)
-            start += chunk.count
+            targets = chunk.scored_targets()
+            if targets:
+                scored.append((chunk, targets.start, slice(len(rows), len(rows) + len(targets))))
+                before = offset - chunk.start - 1
+                rows += range(before + targets.start, before + targets.stop)
+            offset += chunk.count
             if chunk.samples:
                 samples.append(len(rows))
-                rows.append(start - 1)
+                rows.append(offset - 1)
         # A step of prompt chunks alone samples nothing; the model still wants one row.
-        return rows or [start - 1], samples, scored
+        return rows or [offset - 1], samples, scored

@@ -35,15 +35,8 @@ def sample(
     logits: Tensor,  # [S, V]
     params: list[SamplingParams],
     generators: list[torch.Generator | None],
-    blocked: list[tuple[int, ...]],  # token ids each sequence may not produce now
 ) -> Tensor:  # [S] int64
     """Choose the next token of each sequence; greedily where there is no generator."""
-    if any(blocked):
-        logits = logits.clone()
-        for row, ids in enumerate(blocked):
-            known = [token for token in ids if token < logits.shape[1]]
-            if known:
-                logits[row, known] = -torch.inf
     tokens = logits.argmax(-1)
     for row, generator in enumerate(generators):
         if generator is not None:

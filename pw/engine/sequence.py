@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from pw.engine.detokenizer import Detokenizer
+from pw.engine.grammar import GrammarState
 from pw.engine.request import SamplingParams, TokenLogprob
 from pw.engine.statistics import PromptStatistics
 from pw.engine.token_counts import TokenCounts
@@ -36,6 +37,7 @@ class Sequence:
     cached_tokens: int | None = None  # ... when it was first let in
     prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)  # not yet given out
     counts: TokenCounts | None = None  # of its tokens, once a penalty asks for them
+    grammar: GrammarState | None = None  # of its parameters, once compiled
     seen: int = 0  # tokens of the prompt computed at least once
     arrived: float = field(default_factory=time.monotonic)  # seconds
     started: float | None = None  # ... when its first chunk was scheduled

@@ -90,7 +90,12 @@ def precision_map(parts: Parts) -> dict[str, Any]:
 
 
 def snapshot(
-    parts: Parts, config: EngineConfig, counters: Counters, step: int, last_step_time: float
+    parts: Parts,
+    config: EngineConfig,
+    counters: Counters,
+    waiting: int,
+    step: int,
+    last_step_time: float,
 ) -> EngineStatus:
     """A snapshot of everything."""
     table, precision, scheduler = parts.table, parts.precision, parts.scheduler
@@ -103,7 +108,7 @@ def snapshot(
         step=step,
         policy=str(config.policy),
         running=len(scheduler.running),
-        waiting=len(scheduler.waiting),
+        waiting=waiting,
         finished=counters.finished,
         failed=counters.failed,
         aborted=counters.aborted,

@@ -47,12 +47,22 @@ class FlatDecoder:
         self, input_ids: Tensor, positions: Tensor, context: AttentionContext, keep: Tensor
     ) -> Tensor:
         """See `Skeleton.forward`."""
+        return self.logits(self.hidden(input_ids, positions, context, keep))
+
+    def hidden(
+        self, input_ids: Tensor, positions: Tensor, context: AttentionContext, keep: Tensor
+    ) -> Tensor:
+        """See `Skeleton.hidden`."""
         x = embedding(input_ids, self._embedding)
         cos, sin = self._rotary(x, positions.unsqueeze(0))  # [1, T, D]
         cos, sin = cos.transpose(0, 1), (sin * self._signs).transpose(0, 1)  # [T, 1, D]
         for layer in self._layers:
             x = layer(x, cos, sin, context)
-        return linear(self._norm(x.index_select(0, keep)), self._head)
+        return self._norm(x.index_select(0, keep))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """See `Skeleton.logits`."""
+        return linear(hidden, self._head)
 
 
 class _Norm:

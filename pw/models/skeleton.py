@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from pw.blocks import ExpertGeometry
 from pw.errors import ModelError
@@ -111,6 +110,16 @@ def _general_logits(model: Any, hidden: Tensor) -> Tensor:
     return logits
 
 
+class _OnlyHidden:
+    """Output of layers that were not run: a hidden state, and None for all else."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        self.last_hidden_state = hidden
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
 def _split_head(model: Any) -> None:
     """Let `model(pw_hidden=h)` begin behind the layers, with h [1, n, H]."""
     base = model.base_model
@@ -119,7 +128,7 @@ def _split_head(model: Any) -> None:
     def forward(*args: Any, pw_hidden: Tensor | None = None, **options: Any) -> Any:
         if pw_hidden is None:
             return layers(*args, **options)
-        return MoeModelOutputWithPast(last_hidden_state=pw_hidden)
+        return _OnlyHidden(pw_hidden)
 
     base.forward = forward
 

@@ -24,6 +24,7 @@ from pw.errors import RequestError
         ("logprobs", -1),
         ("prompt_logprobs", 21),
         ("prompt_logprobs", -1),
+        ("prompt_logprobs_start", -1),
         ("stop", ("",)),
         ("stop", tuple("abcdefghijklmnopq")),
         ("seed", 2**63),

@@ -31,7 +31,7 @@ def reference(logits: np.ndarray, params: SamplingParams) -> np.ndarray:
 def draw(logits: torch.Tensor, params: SamplingParams, count: int) -> np.ndarray:
     """Frequencies [V] of `count` draws of one sequence."""
     generator = make_generator(params, CPU)
-    tokens = [int(sample(logits, [params], [generator], [()])) for _ in range(count)]
+    tokens = [int(sample(logits, [params], [generator])) for _ in range(count)]
     return np.bincount(tokens, minlength=logits.shape[1]) / count
 
 
@@ -66,7 +66,7 @@ def test_greedy_takes_the_first_of_the_likeliest() -> None:
     logits[1, 7] = logits[1, 9] = 3
     params = SamplingParams(temperature=0)
     assert make_generator(params, CPU) is None
-    assert sample(logits, [params] * 2, [None] * 2, [(), ()]).tolist() == [0, 7]
+    assert sample(logits, [params] * 2, [None] * 2).tolist() == [0, 7]
 
 
 @pytest.mark.parametrize("temperature", [1e-45, 1e-30, 1e-6, 1e-4])
@@ -80,7 +80,7 @@ def test_same_seed_same_tokens_whatever_the_neighbours() -> None:
     params = SamplingParams(seed=5, top_p=0.9)
     logits = torch.randn(40, V)
     alone = make_generator(params, CPU)
-    expected = [int(sample(row[None], [params], [alone], [()])) for row in logits]
+    expected = [int(sample(row[None], [params], [alone])) for row in logits]
     mine = make_generator(params, CPU)
     others = [SamplingParams(seed=s, temperature=0 if s % 3 == 0 else 1.3) for s in range(6)]
     generators = [make_generator(other, CPU) for other in others]
@@ -90,35 +90,22 @@ def test_same_seed_same_tokens_whatever_the_neighbours() -> None:
         batch[place] = row
         who = [*others[:place], params, *others[place:size]]
         by = [*generators[:place], mine, *generators[place:size]]
-        assert int(sample(batch, who, by, [()] * (size + 1))[place]) == expected[step]
+        assert int(sample(batch, who, by)[place]) == expected[step]
 
 
 def test_without_a_seed_runs_differ() -> None:
     params = SamplingParams()
     logits = torch.zeros(1, 1000)
     runs = {
-        tuple(int(sample(logits, [params], [generator], [()])) for _ in range(4))
+        tuple(int(sample(logits, [params], [generator])) for _ in range(4))
         for generator in (make_generator(params, CPU) for _ in range(20))
     }
     assert len(runs) >= 19
-
-
-def test_blocked_tokens_never_come_and_logits_stay_as_they_were() -> None:
-    logits = torch.randn(2, V)
-    before = logits.clone()
-    best = int(logits[0].argmax())
-    params = [SamplingParams(temperature=0), SamplingParams(seed=1, temperature=2)]
-    generators = [make_generator(each, CPU) for each in params]
-    blocked = [(best, V + 3), tuple(range(V - 1))]  # an id without a logit is not an error
-    tokens = sample(logits, params, generators, blocked)
-    assert int(tokens[0]) == int(logits[0].topk(2).indices[1])
-    assert int(tokens[1]) == V - 1
-    assert torch.equal(logits, before)
 
 
 @pytest.mark.parametrize("top_p", [5e-324, 1e-320, 1e-46, 1e-30])
 def test_a_top_p_that_rounds_to_nothing_leaves_the_likeliest_token(top_p: float) -> None:
     params = SamplingParams(temperature=1.0, top_p=top_p, seed=0)
     logits = torch.randn(1, 50)
-    chosen = sample(logits, [params], [make_generator(params, CPU)], [()])
+    chosen = sample(logits, [params], [make_generator(params, CPU)])
     assert chosen.tolist() == logits.argmax(-1).tolist()
