@@ -7,6 +7,8 @@ harness runs: take it only from people you trust.
 
 from __future__ import annotations
 
+import contextlib
+import io
 import logging
 import time
 from collections.abc import Sequence
@@ -155,21 +157,22 @@ def run_harness(
     started = time.monotonic()
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     limit = settings.limit
-    answer = simple_evaluate(
-        model=EngineLM(engine, tokenizer, prefix, concurrency),
-        tasks=[str(file) for file in files],
-        task_manager=TaskManager(include_defaults=False),
-        num_fewshot=settings.num_fewshot or None,
-        limit=int(limit) if limit is not None and limit >= 1 else limit,
-        log_samples=True,
-        apply_chat_template=settings.apply_chat_template,
-        fewshot_as_multiturn=settings.apply_chat_template,
-        random_seed=settings.seed,
-        numpy_random_seed=settings.seed,
-        torch_random_seed=settings.seed,
-        fewshot_random_seed=settings.seed,
-        bootstrap_iters=1000,
-    )
+    with contextlib.redirect_stderr(io.StringIO()):  # of bars
+        answer = simple_evaluate(
+            model=EngineLM(engine, tokenizer, prefix, concurrency),
+            tasks=[str(file) for file in files],
+            task_manager=TaskManager(include_defaults=False),
+            num_fewshot=settings.num_fewshot or None,
+            limit=int(limit) if limit is not None and limit >= 1 else limit,
+            log_samples=True,
+            apply_chat_template=settings.apply_chat_template,
+            fewshot_as_multiturn=settings.apply_chat_template,
+            random_seed=settings.seed,
+            numpy_random_seed=settings.seed,
+            torch_random_seed=settings.seed,
+            fewshot_random_seed=settings.seed,
+            bootstrap_iters=1000,
+        )
     if answer is None:
         raise PwError("lm-evaluation-harness gave no result")
     return [

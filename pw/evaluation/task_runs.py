@@ -20,6 +20,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from pw.engine.request import EngineStatus, SamplingParams
+from pw.errors import ConfigError
 from pw.evaluation.bootstrap import Interval, mean_interval
 from pw.evaluation.continuations import Encoder, Pair, Score, encode_pair, score_pairs
 from pw.evaluation.inflight import Stepper, run_in_flight
@@ -262,6 +263,12 @@ def _write(
     """The first line of at most `count` tokens that the model writes behind each prompt."""
     params = SamplingParams(max_tokens=count, temperature=0.0, stop=("\n",))
     room = engine.max_model_len - count
+    if room < 1:
+        raise ConfigError(
+            f"answers of {count} tokens leave no room for a prompt in a context of "
+            f"{engine.max_model_len}",
+            "lower --max-gen-tokens or raise --max-model-len",
+        )
     texts = [""] * len(prompts)
     for index, output in run_in_flight(
         engine,

@@ -1,41 +1,14 @@
 import math
-from collections import deque
+from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
-from pw.engine.request import EngineStatus, RequestOutput, SamplingParams, TokenLogprob
 from pw.errors import ConfigError, PwError
+from pw.evaluation.divergence import Reference
 from pw.evaluation.perplexity import cut_chunks, perplexity
-
-
-class UnigramEngine:
-    """Gives token t the log-probability -(t + 1) / 10; finishes one prompt a step, newest first."""
-
-    def __init__(self, fail_on: str = "") -> None:
-        self.queue: deque[tuple[str, list[int]]] = deque()
-        self.most_in_flight = 0
-        self.fail_on = fail_on
-        self.bits = 8.0
-
-    def add_request(self, request_id: str, prompt: list[int], params: SamplingParams) -> None:
-        assert params.prompt_logprobs == 0
-        self.queue.append((request_id, prompt))
-        self.most_in_flight = max(self.most_in_flight, len(self.queue))
-
-    def step(self) -> list[RequestOutput]:
-        request_id, prompt = self.queue.pop()
-        self.bits -= 1
-        if request_id == self.fail_on:
-            return [RequestOutput(request_id, finish_reason="error", error="non-finite logits")]
-        logprobs = (None, *(TokenLogprob(token, -(token + 1) / 10) for token in prompt[1:]))
-        return [
-            RequestOutput(
-                request_id, prompt_logprobs=logprobs, finish_reason="length", mean_bits=self.bits
-            )
-        ]
-
-    def status(self) -> EngineStatus:
-        return EngineStatus(policy="static:4", bytes_over_budget=0, preemptions=3)
+from support.scoring import UnigramEngine
 
 
 def test_chunks_do_not_overlap_and_the_rest_is_dropped() -> None:
@@ -53,7 +26,7 @@ def test_texts_that_cannot_be_cut(tokens: int, length: int, message: str) -> Non
 
 
 def test_perplexity_is_exp_of_the_mean_of_chunk_means() -> None:
-    engine = UnigramEngine()
+    engine = UnigramEngine(bits=(8, 7, 6, 5))
     done: list[int] = []
     chunks = cut_chunks([0, 1, 2, 3, 4, 5, 6, 7, 8], 3)
     report = perplexity(engine, chunks, concurrency=2, advance=done.append)
@@ -61,8 +34,10 @@ def test_perplexity_is_exp_of_the_mean_of_chunk_means() -> None:
     assert report.perplexity == pytest.approx(math.exp(0.55))
     assert report.nll.low < 0.55 < report.nll.high
     assert (report.tokens, report.chunk_tokens) == (6, 3)
+    assert report.chunk_bits == (5.0, 7.0, 6.0)  # the first chunk is the last one done
     assert report.mean_bits == pytest.approx((7 + 6 + 5) / 3)
     assert (report.policy, report.preemptions) == ("static:4", 3)
+    assert report.kl is report.chunk_kl is report.kl_quantiles is None
     assert engine.most_in_flight == 2
     assert sum(done) == 3
 
@@ -77,3 +52,25 @@ def test_a_forced_prefix_is_not_scored() -> None:
 def test_a_chunk_that_fails_fails_the_run() -> None:
     with pytest.raises(PwError, match="chunk 1 could not be scored: non-finite logits"):
         perplexity(UnigramEngine(fail_on="chunk-1"), cut_chunks(range(9), 3))
+
+
+@pytest.mark.parametrize("prefix", [[], [50, 60]])
+def test_the_divergence_is_that_of_the_whole_distribution(
+    prefix: list[int], tmp_path: Path
+) -> None:
+    """Every token has the same distribution, so the mean is one known divergence."""
+    dense, other = torch.randn(128, dtype=torch.float64), torch.randn(128, dtype=torch.float64)
+    p, q = dense.log_softmax(-1), other.log_softmax(-1)
+    expected = float((p.exp() * (p - q)).sum())
+    chunks = cut_chunks(range(40), 8, prefix=prefix)
+    first = max(len(prefix), 1)
+    with Reference(len(chunks), 8 - first, tmp_path) as kept:
+        kept_by = UnigramEngine(dense, policy="dense", bits=None)
+        report = perplexity(kept_by, chunks, prefix=len(prefix), reference=kept, is_reference=True)
+        assert report.kl is None  # of itself
+        found = perplexity(UnigramEngine(other), chunks, prefix=len(prefix), reference=kept)
+    assert found.chunk_kl == pytest.approx([expected] * len(chunks), rel=2e-3)
+    assert found.kl is not None
+    assert found.kl_quantiles is not None
+    assert found.kl.mean == pytest.approx(float(np.mean(found.chunk_kl or ())))
+    assert found.kl_quantiles["1"] >= found.kl_quantiles["0.5"] > 0
