@@ -10,8 +10,9 @@ from numpy.typing import NDArray
 from pw.engine.build import Parts
 from pw.memory.pool import FREE, IDLE
 
-KINDS = "01234567LMKF"  # planes 0 to 7, LUTs, pages of raises under way, KV, free
-_LUT, _MOVING, _KV, _FREE = range(8, 12)
+# Planes 0 to 7, LUTs, pages of raises under way, KV, free, free but with prefixes of late prompts.
+KINDS = "01234567LMKFC"
+_LUT, _MOVING, _KV, _FREE, _CACHED = range(8, 13)
 CELLS = 4096  # a picture needs no more
 
 
@@ -42,7 +43,9 @@ def page_map(parts: Parts, cells: int = CELLS) -> dict[str, Any]:
 def _labels(parts: Parts) -> NDArray[np.uint8]:
     """[P] the kind of each page."""
     owner = parts.pool.owner
-    labels = np.where((owner == FREE) | (owner == IDLE), _FREE, _KV).astype(np.uint8)
+    labels = np.full(len(owner), _KV, dtype=np.uint8)
+    labels[owner == FREE] = _FREE
+    labels[owner == IDLE] = _CACHED
     if parts.table is not None:
         parts.table.label_pages(labels, lut=_LUT, moving=_MOVING)
     return labels

@@ -19,7 +19,8 @@ def check_against_the_books(engine: Any) -> Counter[str]:
     assert sum(counts.values()) == picture["pages"] == status.pages_total
     assert picture["pages_per_cell"] == 1
     assert Counter(picture["cells"]) == +counts
-    assert (counts["K"], counts["F"]) == (status.pages_kv, status.pages_free)
+    assert (counts["K"], counts["C"]) == (status.pages_kv, status.pages_cached)
+    assert counts["F"] + counts["C"] == status.pages_free
     assert sum(counts[kind] for kind in "01234567LM") == status.pages_weights
     for index, planes in enumerate(parts.table._plane_pages):
         for number, pages in enumerate(planes):

@@ -22,9 +22,11 @@ export function drawExperts(latest = layers) {
     $("map-text").hidden = false;
     text("map-text", "Nothing plans under this policy, so nobody counts the routing.");
   }
-  const names = empty ? [] : view === "bits" ? BITS : unrouted ? [] : ["mass"];
+  const few = !empty && 2 * (LABEL + MEAN + 30 * layers[0].gate_up.length) < 0.55 * innerWidth;
+  $("main").classList.toggle("few", few); // there is room for all maps at once
+  const routing = unrouted ? [] : ["mass"];
+  const names = empty ? [] : few ? [...BITS, ...routing] : view === "bits" ? BITS : routing;
   $("maps").replaceChildren(...names.map(boxOf));
-  if (!empty) $("main").classList.toggle("few", 2 * (LABEL + MEAN + 30 * layers[0].gate_up.length) < 0.55 * innerWidth);
   for (const name of names) draw(name, names.length);
   drawLegend(empty);
 }
@@ -95,9 +97,9 @@ function bitColours() {
 
 /** Shares relative to an equal share, from none to four times as much, on the ramp of the bits. */
 function massColours() {
-  const ramp = bitColours();
+  const paint = bitColours();
   const equal = 1 / layers[0].gate_up.length;
-  return (share) => ramp[massStep(share / equal)];
+  return (share) => paint(massStep(share / equal));
 }
 
 const massStep = (times) => (times === 0 ? 1 : Math.max(2, Math.min(8, Math.round(5 + 1.5 * Math.log2(times)))));

@@ -61,11 +61,12 @@ function showStatus(status) {
   text("bits", count(status.mean_bits, 2));
   const layers = Object.values(status.layer_bits);
   text("bits-range", layers.length ? `layers ${Math.min(...layers).toFixed(2)} to ${Math.max(...layers).toFixed(2)}` : "unquantized");
-  rateTile("generated", now?.generation_tokens_per_second, status.generation_tokens);
-  rateTile("prompts", now?.prompt_tokens_per_second, status.prompt_tokens);
+  rateTile("generated", now?.generation_tokens_per_second, `${count(status.generation_tokens)} in all`);
+  const cached = status.prefix_cache_hits ? `, ${percent(status.prefix_cache_hits / status.prefix_cache_queries)} from cache` : " in all";
+  rateTile("prompts", now?.prompt_tokens_per_second, `${count(status.prompt_tokens)}${cached}`);
   $("running").replaceChildren(count(status.running), make("small", {}, ` running  ${count(status.waiting)} waiting`));
   const preempted = status.preemptions ? `, ${count(status.preemptions)} preempted` : "";
-  text("finished", `${count(status.finished)} finished, ${count(status.failed)} failed${preempted}`);
+  text("finished", `${count(status.finished)} done, ${count(status.failed)} failed${preempted}`);
   const room = status.pages_kv + status.pages_free;
   text("kv", percent(room ? status.pages_kv / room : 0));
   text("kv-bytes", `${bytes(status.bytes.kv)} of ${bytes(room * status.page_bytes)} room`);
@@ -74,9 +75,9 @@ function showStatus(status) {
   text("budget", `budget ${bytes(status.bytes.budget)}`);
 }
 
-function rateTile(id, value, total) {
+function rateTile(id, value, words) {
   $(id).replaceChildren(rate(value ?? 0), make("small", {}, " tokens/s"));
-  text(`${id}-total`, `${count(total)} in all`);
+  text(`${id}-total`, words);
 }
 
 function showRequests({ count: all, requests }) {

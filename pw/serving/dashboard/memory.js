@@ -6,7 +6,8 @@ import { $, colour, make, onThemeChange, prepare, text, tooltip } from "./dom.js
 const PLANES = 8;
 const HEIGHT = 190; // of the picture, about
 // Kinds of pages by their letters in /v1/pw/precision: planes are digits.
-const KINDS = { L: ["lut", "lookup tables"], M: ["moving", "on their way back"], K: ["kv", "KV cache"], F: ["free", "free"] };
+const KINDS = { L: ["lut", "lookup tables"], M: ["moving", "on their way back"], K: ["kv", "KV cache"], F: ["free", "free"],
+  C: ["cached", "free, holds a prefix that may be used again"] };
 for (let plane = 0; plane < PLANES; plane++) KINDS[plane] = [`bit${plane + 1}`, `bit ${plane + 1} of the experts`];
 
 let picture = null; // the `pages` of the latest precision map
@@ -37,7 +38,8 @@ export function showBudget(held, pages) {
 
 /** The arena's classes: planes bit by bit where the picture tells them apart. */
 function arena(held) {
-  const rest = [["kv", "KV cache", held.kv], ["free", "free", held.free]];
+  const cached = Math.min(held.free, (picture?.counts.C ?? 0) * (picture?.page_bytes ?? 0));
+  const rest = [["kv", "KV cache", held.kv], ["cached", "kept prefixes", cached], ["free", "free", held.free - cached]];
   if (!picture) return [["bit5", "bit-planes", held.planes], ["lut", "lookup tables", held.luts], ...rest];
   // The picture may be a second older than the status: shares of its pages, bytes of the status.
   const { counts } = picture;

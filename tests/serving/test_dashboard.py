@@ -1,0 +1,359 @@
+"""The live page: its files and headers, and the page itself in a real headless browser.
+
+The browser tests are skipped where no Chromium is installed. They look at what a reader would see:
+texts, the bar's proportions, colours of single squares of the maps.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import uvicorn
+
+from pw.serving.page import page_paths
+from tests.serving.show_dashboard import KINDS, PAGE, MovingEngine, moving_app
+
+CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
+needs_browser = pytest.mark.skipif(
+    CHROMIUM is None or DRIVER is None, reason="needs Debian's chromium and chromium-driver"
+)
+FLAGS = [
+    *("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
+    *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
+    *("--hide-scrollbars", "--window-size=1440,1400"),
+]
+
+
+class Page:
+    """The page in a browser, and the server behind it."""
+
+    def __init__(self, driver: Any, url: str, engine: MovingEngine, app: Any) -> None:
+        self.driver, self.url, self.engine, self.app = driver, url, engine, app
+
+    def js(self, script: str) -> Any:
+        return self.driver.execute_script(script)
+
+    def text(self, element: str) -> str:
+        return str(self.js(f"return document.getElementById('{element}').textContent"))
+
+    def wait(self, condition: Callable[[], Any], what: str) -> Any:
+        deadline = time.monotonic() + 20
+        while not (found := condition()):
+            assert time.monotonic() < deadline, (
+                f"{what}; page: {self.js('return document.body.innerText')}"
+            )
+            time.sleep(0.1)
+        return found
+
+    def wait_for(self, element: str, pattern: str) -> None:
+        self.wait(lambda: re.search(pattern, self.text(element)), f"{element}: {pattern}")
+
+    def colour_at(self, canvas: str, x: float, y: float) -> list[int]:
+        """Red, green, blue of a pixel, in CSS pixels."""
+        pixel = self.js(
+            f"const c = document.querySelector('{canvas}'), r = devicePixelRatio;"
+            f"return [...c.getContext('2d').getImageData({x} * r, {y} * r, 1, 1).data]"
+        )
+        return list(pixel)[:3]
+
+    def theme(self, name: str) -> list[int]:
+        """A colour of the theme."""
+        value = self.js(
+            f"return getComputedStyle(document.documentElement).getPropertyValue('--{name}').trim()"
+        )
+        digits = value.lstrip("#")
+        digits = digits if len(digits) == 6 else "".join(2 * digit for digit in digits)
+        return [int(digits[i : i + 2], 16) for i in (0, 2, 4)]
+
+    def set_scheme(self, scheme: str) -> None:
+        self.driver.execute_cdp_cmd(
+            "Emulation.setEmulatedMedia",
+            {"features": [{"name": "prefers-color-scheme", "value": scheme}]},
+        )
+
+    def complaints(self) -> list[str]:
+        """Errors of the console: scripts that fail, what the content security policy refuses."""
+        return [
+            str(entry) for entry in self.driver.get_log("browser") if entry["level"] == "SEVERE"
+        ]
+
+
+@contextmanager
+def served(app: Any) -> Iterator[str]:
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_config=None, ws="none"))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    while not server.started:
+        assert thread.is_alive()
+        thread.join(0.01)
+    try:
+        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
+@pytest.fixture(scope="module")
+def driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    webdriver = pytest.importorskip("selenium.webdriver")
+    options = webdriver.ChromeOptions()
+    options.binary_location = CHROMIUM
+    for flag in [*FLAGS, f"--user-data-dir={tmp_path_factory.mktemp('chromium')}"]:
+        options.add_argument(flag)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    service = webdriver.ChromeService(executable_path=DRIVER)
+    browser = webdriver.Chrome(options=options, service=service)
+    yield browser
+    browser.quit()
+
+
+@contextmanager
+def opened(
+    driver: Any, layers: int, experts: int, second: float = 30.0, keys: tuple[str, ...] = ()
+) -> Iterator[Page]:
+    engine = MovingEngine(layers, experts)
+    app = moving_app(engine, seconds=200, keys=keys)
+    engine.second = second
+    with served(app) as url:
+        page = Page(driver, url, engine, app)
+        page.set_scheme("light")
+        driver.get(url)
+        if not keys:
+            page.wait_for("state", "ready")
+        yield page
+        driver.get("about:blank")
+
+
+def test_files_and_their_headers() -> None:
+    with served(moving_app(MovingEngine(1, 2), seconds=0, keys=("secret",))) as url:
+        paths = page_paths()
+        assert {"/", "/dashboard/main.js", "/dashboard/style.css"} <= paths
+        for path in paths:
+            answer = httpx.get(url + path)
+            assert answer.status_code == 200, path
+            policy = answer.headers["content-security-policy"]
+            assert "default-src 'none'" in policy
+            assert "unsafe" not in policy
+            assert answer.headers["x-content-type-options"] == "nosniff"
+            tag = answer.headers["etag"]
+            assert httpx.get(url + path, headers={"if-none-match": tag}).status_code == 304
+        types = {
+            path.rpartition(".")[2]: httpx.get(url + path).headers["content-type"] for path in paths
+        }
+        assert types["js"].startswith("text/javascript")
+        assert types["css"].startswith("text/css")
+        for path in (
+            "/dashboard/none.js",
+            "/dashboard/..%2f..%2f..%2fpyproject.toml",
+            "/dashboard/",
+        ):
+            assert httpx.get(url + path).status_code == 401  # as every path that is not a file's
+
+
+def test_the_page_asks_nobody_else() -> None:
+    folder = Path(__file__).parents[2] / "pw" / "serving" / "dashboard"
+    for file in folder.iterdir():
+        text = file.read_text(encoding="utf-8").replace("http://www.w3.org/2000/svg", "")
+        assert "http:" not in text, file
+        assert "https:" not in text, file
+        assert "innerHTML" not in text, file
+        assert not re.search(r"\son\w+=|<style|style=", text) or file.suffix != ".html", file
+
+
+@needs_browser
+def test_figures_and_maps_are_those_of_the_engine(driver: Any) -> None:
+    with opened(driver, 4, 8) as page:
+        status = page.engine.status()
+        assert page.text("model") == "Qwen1.5-MoE-A2.7B"
+        assert page.text("bits") == f"{status.mean_bits:.2f}"
+        assert page.text("running") == f"{status.running} running  {status.waiting} waiting"
+        assert page.text("over") == "0 B"
+        shares = page.js(
+            "return [...document.getElementById('bar').children]"
+            ".map((piece) => [piece.className, parseFloat(piece.style.width)])"
+        )
+        held = status.bytes
+        assert dict(shares)["kv"] == pytest.approx(100 * held.kv / held.budget, abs=0.01)
+        assert sum(share for _, share in shares) == pytest.approx(100, abs=0.01)
+        bits, kinds = page.engine.at(30.0)
+        page.wait(
+            lambda: page.js("return document.querySelectorAll('[data-map]').length == 3"), "maps"
+        )
+        columns = page.js("return document.querySelector('[data-map=gate_up]').style.width")
+        cell = (float(columns.removesuffix("px")) - 34 - 44) / 8
+        for layer, expert in ((0, 0), (0, 5), (2, 0), (3, 7)):
+            for module, name in enumerate(("gate_up", "down")):
+                place = (34 + (expert + 0.5) * cell, 16 + (layer + 0.5) * min(22, cell))
+                width = bits[layer, expert, module]
+                assert page.colour_at(f"[data-map={name}]", *place) == page.theme(f"bit{width}")
+            times = 8 * page.engine.mass[layer, expert].round(4)  # an equal share
+            step = min(8, max(2, round(5 + 1.5 * math.log2(times))))
+            assert page.colour_at("[data-map=mass]", *place) == page.theme(f"bit{step}")
+        words = {"K": "kv", "L": "lut", **{str(plane): f"bit{plane + 1}" for plane in range(6)}}
+        width = float(
+            page.js("return document.getElementById('pages').style.width").removesuffix("px")
+        )
+        size = min(20, int((width * 190 / len(kinds)) ** 0.5))
+        for number in (0, 1, 60, 61, 62, 100):
+            kind = KINDS[kinds[number]]
+            row, column = divmod(number, int(width // size))
+            seen = page.colour_at("#pages", (column + 0.4) * size, (row + 0.4) * size)
+            assert kind == "F" or seen == page.theme(words[kind]), number
+        assert str(len(kinds)) in page.text("pages-text")
+        assert page.complaints() == []
+
+
+@needs_browser
+def test_it_follows_the_engine_and_the_theme(driver: Any) -> None:
+    with opened(driver, 4, 8) as page:
+        before = page.text("bits")
+        page.engine.second = 100.0  # the squeeze is over
+        page.wait_for("bits", r"6\.00")
+        assert before != "6.00"
+        page.wait(lambda: page.text("map-legend") == "6 bits 64 blocks", "legend")
+        light = page.theme("panel")
+        page.set_scheme("dark")
+        page.wait(lambda: page.theme("panel") != light, "dark panel")
+        page.wait(
+            lambda: page.colour_at("[data-map=down]", 40, 24) == page.theme("bit6"), "dark map"
+        )
+        points = page.js(
+            "return document.querySelectorAll('[data-chart] polygon, [data-chart] polyline').length"
+        )
+        assert points == 7
+        assert page.js("return document.querySelectorAll('[data-plan=kv_pressure]').length") > 10
+        assert page.complaints() == []
+
+
+@needs_browser
+def test_a_large_model_fits_the_window(driver: Any) -> None:
+    with opened(driver, 48, 128, second=37.0) as page:
+        page.wait(
+            lambda: page.js("return document.querySelectorAll('[data-map]').length == 2"), "maps"
+        )
+        assert page.js("return document.documentElement.scrollWidth <= innerWidth")
+        bits, _ = page.engine.at(37.0)
+        for layer, expert in ((0, 0), (47, 127), (20, 64)):
+            place = (34 + expert * 4 + 2, 16 + layer * 8 + 3)
+            assert page.colour_at("[data-map=gate_up]", *place) == page.theme(
+                f"bit{bits[layer, expert, 0]}"
+            )
+        driver.find_element("css selector", "[data-view=routing]").click()
+        page.wait(lambda: page.js("return !!document.querySelector('[data-map=mass]')"), "routing")
+        assert "equal share" in page.text("map-legend")
+        assert "129,024 of 16.0 KiB, 32 a square" in page.text("pages-text")
+        assert len(page.js("return document.getElementById('plans').children")) == 12
+        hover = page.js(
+            "const c = document.querySelector('[data-map=mass]'), b = c.getBoundingClientRect();"
+            "const cell = (b.width - 34 - 44) / 128;"
+            "c.dispatchEvent(new PointerEvent('pointermove', {clientX: b.left + 34 + 3.5 * cell,"
+            "clientY: b.top + 18})); return document.getElementById('tip').textContent"
+        )
+        gate_up, down = bits[0, 3]
+        mass = 100 * page.engine.mass[0, 3].round(4)
+        assert hover == (
+            f"layer 0, expert 3\ngate_up {gate_up} bits, down {down} bits\nrouting {mass:.2f} %"
+        )
+        assert page.complaints() == []
+
+
+@needs_browser
+def test_requests_come_and_go(driver: Any) -> None:
+    with opened(driver, 2, 4) as page:
+        page.wait_for("requests", "none now")
+        page.engine.step_seconds = 0.5
+        asker = threading.Thread(
+            target=lambda: httpx.post(
+                f"{page.url}/v1/completions",
+                json={"prompt": "1 2 3", "max_tokens": 6},
+            )
+        )
+        asker.start()
+        page.wait_for("requests", r"running3[1-5]\d+ ms|running3[1-5]\d\.\d s")
+        asker.join()
+        page.wait_for("requests", "none now")
+        assert page.complaints() == []
+
+
+@needs_browser
+def test_a_key_is_asked_for_and_kept_in_this_tab_only(driver: Any) -> None:
+    with opened(driver, 2, 4, keys=("correct horse",)) as page:
+        page.wait_for("state", "key needed")
+        assert not page.js("return document.getElementById('main').checkVisibility()")
+
+        def give(key: str) -> None:
+            field = driver.find_element("id", "key")
+            field.send_keys(key)
+            driver.find_element("css selector", "#key-form button").click()
+
+        give("wrong")
+        page.wait_for("key-text", "does not know this key")
+        give("correct horse")
+        page.wait_for("state", "ready")
+        assert page.js("return Object.values(sessionStorage)") == ["correct horse"]
+        assert page.js("return localStorage.length + document.cookie.length") == 0
+        assert "correct horse" not in driver.page_source
+        driver.refresh()
+        page.wait_for("state", "ready")
+        driver.find_element("id", "forget").click()
+        page.wait_for("state", "key needed")
+        assert page.js("return sessionStorage.length") == 0
+
+
+@needs_browser
+def test_it_says_what_is_wrong(driver: Any) -> None:
+    with opened(driver, 2, 4) as page:
+        page.app.state.context.gate.draining = True
+        page.wait_for("state", "draining")
+        page.app.state.context.gate.draining = False
+        page.wait_for("state", "ready")
+        page.engine.alive, page.engine.failed = False, True
+        page.wait_for("state", "engine failed")
+        assert "restart the server" in page.text("notice")
+        assert page.text("bits") == f"{page.engine.status().mean_bits:.2f}"  # its last state
+        page.engine.alive, page.engine.failed = True, False
+        page.wait_for("state", "ready")
+        assert page.text("notice") == ""
+
+
+@needs_browser
+def test_a_server_that_is_gone_and_comes_back(driver: Any) -> None:
+    engine = MovingEngine(2, 4)
+    app = moving_app(engine, seconds=5)
+    with served(app) as url:
+        driver.get(url)
+        page = Page(driver, url, engine, app)
+        page.wait_for("state", "ready")
+    page.wait_for("state", "not reachable")
+    assert "last seen" in page.text("notice")
+    assert page.text("model") == "Qwen1.5-MoE-A2.7B"
+    config = uvicorn.Config(
+        moving_app(engine, seconds=5), port=int(url.rpartition(":")[2]), log_config=None, ws="none"
+    )
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    page.wait_for("state", "ready")
+    server.should_exit = True
+    thread.join()
+    driver.get("about:blank")
+
+
+def test_the_fake_adds_up() -> None:
+    engine = MovingEngine(3, 5)
+    for second in (0.0, 20.0, 37.5, 70.0):
+        engine.second = second
+        status = engine.status()
+        assert status.pages_weights + status.pages_kv + status.pages_free == status.pages_total
+        assert status.bytes.total == status.bytes.budget
+        assert status.bytes.kv == status.pages_kv * PAGE
