@@ -24,7 +24,7 @@ def needs_file(places: int, batches: list[Tensor], hidden: int, dtype: torch.dty
 
 def _stride(batches: list[Tensor], hidden: int, dtype: torch.dtype) -> int:
     """Bytes that the states of one batch take in a file."""
-    return max(ids.numel() for ids in batches) * hidden * dtype.itemsize
+    return max((ids.numel() for ids in batches), default=0) * hidden * dtype.itemsize
 
 
 class Activations:

@@ -18,8 +18,9 @@ from torch import Tensor
 from pw.blocks import MODULES, BlockKey, ExpertGeometry, Module
 from pw.errors import ConfigError, ModelError
 from pw.models.dense import ExpertCall, ExpertObserver
-from pw_pipelines.observation import ObservedModel, batches
+from pw_pipelines.observation import ObservedModel, adding_up, batches, part_of
 from pw_pipelines.progress import Progress
+from pw_pipelines.ranks import ALONE, Ranks
 from pw_pipelines.savepoint import Savepoint
 
 THIN_TOKENS = 64  # fewer routed tokens than this are not trusted alone
@@ -116,18 +117,27 @@ def measure_moments(
     windows: Tensor,
     progress: Progress,
     savepoint: Savepoint | None = None,
+    ranks: Ranks = ALONE,
 ) -> Moments:
     """Run the model over windows [P, S] and measure all blocks; goes on from `savepoint`.
+
+    Several ranks read a part each and add up; all of them get the result.
 
     Raises:
         ConfigError: In some layer no expert saw enough tokens.
         ModelError: Too many rows of a block's input are not finite.
     """
     sums = MomentSums(model.geometry)
+    windows = part_of(windows, ranks)
     units = windows.shape[0] * model.layers
     with progress.stage("calibration", units, "samples x layers") as advance:
-        observers = [sums] * len(list(batches(windows)))
-        model.read(windows, observers, advance=advance, savepoint=savepoint)
+        model.read(
+            windows,
+            [sums] * len(list(batches(windows))),
+            advance=advance,
+            savepoint=savepoint,
+            after_layer=adding_up(sums, model.geometry, ranks),
+        )
     return finish_moments(sums)
 
 

@@ -18,15 +18,17 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from pw.blocks import BlockKey, Module
+from pw.blocks import BlockKey, ExpertGeometry, Module
 from pw.models.checkpoint import Checkpoint
 from pw.models.dense import ExpertObserver
 from pw.models.layered import LayeredModel, SharedKv
 from pw_pipelines.activations import Activations, needs_file
 from pw_pipelines.progress import Advance
+from pw_pipelines.ranks import Ranks
 from pw_pipelines.savepoint import Savepoint
 
 Weights = Callable[[BlockKey], Tensor | None]  # -> [N, K], any float dtype; None = the model's own
+AfterLayer = Callable[[int], None]  # told that observers have seen all of a layer, by its number
 
 _TOKENS_PER_BATCH = 2048
 _LOGITS_AT_ONCE = 1 << 25
@@ -73,6 +75,7 @@ class ObservedModel:
         weights: Weights | None = None,
         advance: Advance = lambda _: None,
         savepoint: Savepoint | None = None,
+        after_layer: AfterLayer = lambda _: None,
     ) -> Activations:
         """Read windows [P, S]; gives the last layer's output of every batch, as place 0.
 
@@ -82,6 +85,7 @@ class ObservedModel:
             weights: Other expert weights than the model's.
             advance: Called with the number of windows each time a layer has read some.
             savepoint: Where a reading whose states need a file is saved after every layer.
+            after_layer: Called with each layer, before it is saved.
         """
         parts = list(batches(windows))
         states, shared, steps = self._begin(parts, 2, savepoint, observers)
@@ -96,6 +100,7 @@ class ObservedModel:
                     output = self._layer(layer, ids, inputs, shared[batch])
                 states.put(target, batch, output)
                 advance(ids.shape[0])
+            after_layer(layer)
             steps.finish()
         return states
 
@@ -105,11 +110,13 @@ class ObservedModel:
         observer: ExpertObserver,
         advance: Advance = lambda _: None,
         savepoint: Savepoint | None = None,
+        after_layer: AfterLayer = lambda _: None,
     ) -> None:
         """Read windows [P, S] and back-propagate the sum of all tokens' losses.
 
         `advance` is called with the number of windows each time a layer has read some, and again
-        on the way back; `backward_units` says how often in all. `savepoint` is as in `read`.
+        on the way back; `backward_units` says how often in all. `savepoint` and `after_layer` are
+        as in `read`; layers are told on the way back.
         """
         parts = list(batches(windows))
         first, last = self.geometry.layers[0], self.layers - 1
@@ -147,6 +154,7 @@ class ObservedModel:
                 if hidden.grad is not None:
                     states.put(above + layer % 2, batch, hidden.grad)
                 advance(ids.shape[0])
+            after_layer(layer)
             steps.finish()
 
     def backward_units(self, windows: int) -> int:
@@ -193,8 +201,10 @@ class ObservedModel:
     ) -> tuple[Activations, list[SharedKv], _Steps]:
         """Room for hidden states, for what layers of each batch share, and what is done already."""
         hidden, dtype = self._model.hidden_size, self._dtype
-        if self._model.shares_kv or not needs_file(places, parts, hidden, dtype):
-            savepoint = None  # what layers share is in memory alone; what fits in memory is quick
+        # What layers share is in memory alone; what fits in memory is quick.
+        needed = not self._model.shares_kv and needs_file(places, parts, hidden, dtype)
+        if savepoint is not None and not savepoint.useful(needed):
+            savepoint = None
         steps = _Steps(savepoint, observers)
         keep = None if savepoint is None else savepoint.states
         states = Activations(places, parts, hidden, dtype, self._scratch, keep)
@@ -312,4 +322,22 @@ class _Steps:
 
 def batches(windows: Tensor) -> Iterator[Tensor]:
     """Windows [P, S] in batches of some thousand tokens."""
-    yield from torch.split(windows, max(1, _TOKENS_PER_BATCH // windows.shape[1]))
+    if windows.shape[0]:
+        yield from torch.split(windows, max(1, _TOKENS_PER_BATCH // windows.shape[1]))
+
+
+def adding_up(sums: ExpertObserver, geometry: ExpertGeometry, ranks: Ranks) -> AfterLayer:
+    """What makes the sums of a layer, first axis of all tensors of `sums`, those of all ranks."""
+
+    def add_up(layer: int) -> None:
+        if layer in geometry.layers:
+            slot = geometry.slot(layer)
+            ranks.add_up(tensor[slot] for tensor in sums.state().values())
+
+    return add_up
+
+
+def part_of(windows: Tensor, ranks: Ranks) -> Tensor:
+    """The windows that a rank reads: whole batches, so that each is computed as by one process."""
+    mine = ranks.part(list(batches(windows)))
+    return torch.cat(list(mine)) if mine else windows[:0]

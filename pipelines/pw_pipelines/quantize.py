@@ -1,7 +1,9 @@
 """The stage `quantize`: a checkpoint becomes an artifact of nested bit-planes.
 
 Streams one (layer, module) at a time from the checkpoint; killed at any moment it goes on at the
-first unfinished one and the same bytes result. The maths is in `codebook`, the files in `pw.store`.
+first unfinished one and the same bytes result. Several ranks read a part of the text each, then fit
+a share of the (layer, module) pairs each; the first one publishes. The maths is in `codebook`, the
+files in `pw.store`.
 
 Axes: E experts, N rows, K columns, B planes.
 """
@@ -10,7 +12,9 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +27,7 @@ from pw.errors import ConfigError, ModelError
 from pw.models.checkpoint import Checkpoint
 from pw.models.resolve import BUNDLED, resolve_model
 from pw.models.tokenizer import load_tokenizer
+from pw.store.artifact import Artifact
 from pw.store.manifest import ModelRecord
 from pw.store.writer import ArtifactWriter
 from pw_kernels.bitplane import bit_reverse_lut, lut_bytes, pack_planes, plane_bytes
@@ -31,6 +36,7 @@ from pw_pipelines.codebook import fit_codebook
 from pw_pipelines.moments import Moments, measure_moments, report_coverage
 from pw_pipelines.observation import ObservedModel
 from pw_pipelines.progress import Progress
+from pw_pipelines.ranks import ALONE, Ranks
 from pw_pipelines.savepoint import Savepoint
 
 RECIPE = "recipe.toml"  # its name in an artifact
@@ -64,6 +70,7 @@ def run(
     overwrite: bool = False,
     device: str = "auto",
     recipe: Path | None = None,
+    ranks: Ranks = ALONE,
 ) -> QuantizeReport:
     """Quantize the routed experts of `model` into the artifact `out`.
 
@@ -75,6 +82,7 @@ def run(
         overwrite: Start again where `out` was made with other settings.
         device: "auto", "cpu" or "cuda".
         recipe: File that says how the artifact is made, kept in it.
+        ranks: Who shares the work; each calls this with equal arguments.
 
     Raises:
         PwError: See its subclasses; a folder left by a stop resumes.
@@ -88,16 +96,19 @@ def run(
     lut_dtype = choose_lut_dtype(checkpoint)
     settings = quantize_settings(config, samples)
     record = _model_record(model, path, checkpoint)
-    with ArtifactWriter.open(
-        out, record, geometry, config.min_bits, max_bits, lut_dtype, settings, overwrite
-    ) as writer:
-        moments = _moments(writer, checkpoint, samples, config, progress, device)
+    open_writer = partial(
+        ArtifactWriter.open, out, record, geometry, config.min_bits, max_bits, lut_dtype, settings
+    )
+    with _open_together(open_writer, overwrite, ranks) as writer:
+        moments = _moments(writer, checkpoint, samples, config, progress, device, ranks)
         report_coverage(moments, progress, strict=config.strict_coverage)
-        _write_all(writer, checkpoint, moments, progress, device)
-        if recipe is not None and not writer.complete:
-            _keep_recipe(writer, recipe)
-        report = {"coverage": moments.counts(), "tokens": samples.windows.numel()}
-        artifact = writer.publish(report)
+        _write_blocks(writer, checkpoint, moments, progress, device, ranks)
+        if ranks.first:
+            _write_rest(writer, checkpoint, recipe)
+            report = {"coverage": moments.counts(), "tokens": samples.windows.numel()}
+            writer.publish(report)
+    ranks.wait()
+    artifact = Artifact.open(out)
     return QuantizeReport(
         path=Path(out),
         min_bits=artifact.min_bits,
@@ -172,6 +183,20 @@ def quantize_blocks(
     return planes, luts
 
 
+def _open_together(
+    open_writer: Callable[..., ArtifactWriter], overwrite: bool, ranks: Ranks
+) -> ArtifactWriter:
+    """The writer of each rank: the first one makes the folder and holds its lock."""
+    if ranks.first:
+        writer = open_writer(overwrite)
+        ranks.wait()
+    else:
+        ranks.wait()
+        writer = open_writer(overwrite, beside=True)
+    ranks.wait()  # all have read what is there before anybody adds to it
+    return writer
+
+
 def _moments(
     writer: ArtifactWriter,
     checkpoint: Checkpoint,
@@ -179,49 +204,66 @@ def _moments(
     config: QuantizeConfig,
     progress: Progress,
     device: str,
+    ranks: Ranks,
 ) -> Moments:
     """Moments of an earlier, interrupted run, or measured now and kept for the next."""
     inputs = {"calibration": samples.digest}
-    if not writer.table_done("moments", config.calibration, inputs):
-        wanted = config.calibration.nsamples
-        if samples.available < wanted:
-            progress.note(f"calibration text gives {samples.available} samples of {wanted}")
-        known = {"model": dict(writer.manifest.model.files), "device": device, **inputs}
-        savepoint = Savepoint(writer.path, "moments", known)
-        try:
-            model = ObservedModel(checkpoint, device, scratch=writer.path.parent)
-            moments = measure_moments(model, samples.windows, progress, savepoint)
-        except ModelError:  # name the weights at fault where it is they
-            for key in list(checkpoint.geometry.keys()):
-                _finite_weight(checkpoint, key)
-            raise
+    if writer.table_done("moments", config.calibration, inputs):
+        return Moments.from_arrays(writer.table("moments").arrays)
+    if samples.available < config.calibration.nsamples:
+        progress.note(
+            f"calibration text gives {samples.available} samples of {config.calibration.nsamples}"
+        )
+    known = {"model": dict(writer.manifest.model.files), "device": device, **inputs}
+    savepoint = Savepoint(writer.path, "moments", known, ranks)
+    try:
+        model = ObservedModel(checkpoint, ranks.device(device), scratch=writer.path.parent)
+        moments = measure_moments(model, samples.windows, progress, savepoint, ranks)
+    except ModelError:  # name the weights at fault where it is they
+        for key in list(checkpoint.geometry.keys()):
+            _finite_weight(checkpoint, key)
+        raise
+    if ranks.first:
         report = {"coverage": moments.counts()}
         writer.write_table("moments", moments.arrays(), {}, config.calibration, inputs, report)
-        savepoint.clear()
-    return Moments.from_arrays(writer.table("moments").arrays)
+    ranks.wait()
+    savepoint.clear()
+    return moments
 
 
-def _write_all(
+def _write_blocks(
     writer: ArtifactWriter,
     checkpoint: Checkpoint,
     moments: Moments,
     progress: Progress,
     device: str,
+    ranks: Ranks,
 ) -> None:
-    """Blocks, dense weights, configuration and tokenizer; what is done is skipped."""
-    if writer.complete:
-        return
+    """Blocks; each rank fits its share of those that are not done."""
     geometry = checkpoint.geometry
     work = [(layer, module) for layer in geometry.layers for module in MODULES]
-    with progress.stage("quantize", geometry.blocks, "blocks") as advance:
-        for layer, module in work:
-            if not writer.done(layer, module):
-                planes, luts = _fit(writer, checkpoint, moments, layer, module, device)
-                writer.write_blocks(layer, module, planes, luts)
+    left = [pair for pair in work if not writer.done(*pair)]
+    mine = ranks.own([float(geometry.shape(module).weights) for _, module in left])
+    total = (len(work) - len(left) + len(mine)) * geometry.experts
+    with progress.stage("quantize", total, "blocks") as advance:
+        advance((len(work) - len(left)) * geometry.experts)
+        for layer, module in (left[index] for index in sorted(mine)):
+            planes, luts = _fit(writer, checkpoint, moments, layer, module, ranks.device(device))
+            writer.write_blocks(layer, module, planes, luts)
             advance(geometry.experts)
+    ranks.wait()
+    writer.find_done()
+
+
+def _write_rest(writer: ArtifactWriter, checkpoint: Checkpoint, recipe: Path | None) -> None:
+    """Dense weights, configuration and tokenizer; what is done is skipped."""
+    if writer.complete:
+        return
     if not writer.dense_done:
         writer.write_dense((name, checkpoint.read(name)) for name in checkpoint.dense_keys())
     writer.copy_files(checkpoint.path)
+    if recipe is not None:
+        _keep_recipe(writer, recipe)
 
 
 def _keep_recipe(writer: ArtifactWriter, recipe: Path) -> None:
@@ -240,8 +282,6 @@ def _fit(
 ) -> tuple[Tensor, dict[int, Tensor]]:
     """Planes and LUTs of all experts of one (layer, module), on the CPU."""
     geometry, manifest = checkpoint.geometry, writer.manifest
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
     mean_squares = torch.from_numpy(moments.of(module)[geometry.slot(layer)])
     group = max(1, _WEIGHTS_PER_FIT // geometry.shape(module).weights)
     parts = []

@@ -31,8 +31,9 @@ from pw.store.artifact import Artifact
 from pw_pipelines.agreement import Agreement, measure_agreement
 from pw_pipelines.calibration import calibration_set
 from pw_pipelines.moments import THIN_TOKENS, Moments
-from pw_pipelines.observation import ObservedModel
+from pw_pipelines.observation import ObservedModel, adding_up, part_of
 from pw_pipelines.progress import Progress
+from pw_pipelines.ranks import ALONE, Ranks
 from pw_pipelines.savepoint import Savepoint
 from pw_pipelines.source import source_checkpoint
 
@@ -153,6 +154,7 @@ def run(
     model: str | None = None,
     overwrite: bool = False,
     device: str = "auto",
+    ranks: Ranks = ALONE,
 ) -> SensitivityReport:
     """Measure all blocks of an artifact and store the table `sensitivity`.
 
@@ -163,6 +165,7 @@ def run(
         model: The checkpoint it was made from; None = what the artifact names.
         overwrite: Replace a table that was made with other settings.
         device: "auto", "cpu" or "cuda".
+        ranks: Who shares the work: each reads a part of the text. The first writes the table.
 
     Raises:
         PwError: See its subclasses.
@@ -172,15 +175,23 @@ def run(
     samples = calibration_set(config, load_tokenizer(artifact.path))
     inputs = {**artifact.digests("quantize", "moments"), "calibration": samples.digest}
     if not artifact.table_done(STAGE, config, inputs, overwrite):
-        savepoint = Savepoint(artifact.path, STAGE, {"device": device, **inputs})
-        arrays, agreement = _measure(
-            artifact, checkpoint, samples.windows, config, progress, device, savepoint
+        savepoint = Savepoint(artifact.path, STAGE, {"device": device, **inputs}, ranks)
+        observed = ObservedModel(checkpoint, ranks.device(device), scratch=artifact.path.parent)
+        blocks = DequantizedBlocks(artifact, observed.device)
+        scores, arrays = _measure(
+            artifact, checkpoint, observed, blocks, samples.windows, progress, savepoint, ranks
         )
-        attrs = {"widths": list(_widths(artifact)), "metrics": list(METRICS)}
-        artifact.write_table(
-            STAGE, arrays, attrs, config, inputs, {"agreement": agreement}, overwrite
-        )
+        if ranks.first:
+            agreement = measure_agreement(
+                observed, blocks, scores, samples.windows, config.seed, progress
+            )
+            attrs = {"widths": list(_widths(artifact)), "metrics": list(METRICS)}
+            artifact.write_table(
+                STAGE, arrays, attrs, config, inputs, {"agreement": agreement}, overwrite
+            )
+        ranks.wait()
         savepoint.clear()
+        artifact = Artifact.open(path)
     report = _report(artifact, samples.windows)
     _print(report, progress)
     return report
@@ -202,32 +213,32 @@ def fill_rare(values: NDArray[np.float64], tokens: NDArray[np.int64]) -> NDArray
 def _measure(
     artifact: Artifact,
     checkpoint: Checkpoint,
+    model: ObservedModel,
+    blocks: DequantizedBlocks,
     windows: Tensor,
-    config: CalibrationConfig,
     progress: Progress,
-    device: str,
     savepoint: Savepoint,
-) -> tuple[dict[str, NDArray[np.generic]], Agreement]:
+    ranks: Ranks,
+) -> tuple[dict[str, NDArray[np.float64]], dict[str, NDArray[np.generic]]]:
+    """Scores by metric [L, E, M, W] over all windows [P, S], and the arrays of the table."""
     moments = Moments.from_arrays(artifact.table("moments").arrays)
-    model = ObservedModel(checkpoint, device, scratch=artifact.path.parent)
-    blocks = DequantizedBlocks(artifact, model.device)
     errors = BlockErrors(blocks, checkpoint)
     sums = GradientSums(artifact.geometry, len(blocks.widths), errors)
-    units = model.backward_units(windows.shape[0])
-    with progress.stage(STAGE, units, "samples x layers") as advance:
-        model.backward(windows, sums, advance, savepoint)
+    own = part_of(windows, ranks)
+    with progress.stage(STAGE, model.backward_units(own.shape[0]), "samples x layers") as advance:
+        add_up = adding_up(sums, artifact.geometry, ranks)
+        model.backward(own, sums, advance, savepoint, add_up)
     energies = errors.energies()
     predicted_tokens = windows.shape[0] * (windows.shape[1] - 1)
     scores = {
         "output_gradient": fill_rare(sums.sums.numpy() / predicted_tokens, moments.tokens),
         "hessian": fill_rare(_hessian(energies, moments), moments.tokens),
     }
-    agreement = measure_agreement(model, blocks, scores, windows, config.seed, progress)
     arrays: dict[str, NDArray[np.generic]] = {
         **{name: values.astype(np.float32) for name, values in scores.items()},
         **{f"energy_{module}": energy for module, energy in energies.items()},
     }
-    return arrays, agreement
+    return scores, arrays
 
 
 def _widths(artifact: Artifact) -> range:

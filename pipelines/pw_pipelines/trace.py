@@ -20,15 +20,15 @@ from torch import Tensor
 
 from pw.blocks import MODULES, ExpertGeometry, Module
 from pw.config import CalibrationConfig
-from pw.models.checkpoint import Checkpoint
 from pw.models.dense import ExpertCall, ExpertObserver
 from pw.models.features import feature_count, prompt_features
 from pw.models.tokenizer import load_tokenizer
 from pw.store.artifact import Artifact
 from pw.store.tables import Table
 from pw_pipelines.calibration import CalibrationSet, calibration_set
-from pw_pipelines.observation import ObservedModel, batches
+from pw_pipelines.observation import ObservedModel, batches, part_of
 from pw_pipelines.progress import Progress
+from pw_pipelines.ranks import ALONE, Ranks
 from pw_pipelines.savepoint import Savepoint
 from pw_pipelines.source import source_checkpoint
 
@@ -128,6 +128,7 @@ def run(
     model: str | None = None,
     overwrite: bool = False,
     device: str = "auto",
+    ranks: Ranks = ALONE,
 ) -> TraceReport:
     """Trace the calibration prompts and store the table `routing`.
 
@@ -138,6 +139,7 @@ def run(
         model: The checkpoint it was made from; None = what the artifact names.
         overwrite: Replace a table that was made with other settings.
         device: "auto", "cpu" or "cuda".
+        ranks: Who shares the work: each traces a part of the prompts. The first writes the table.
 
     Raises:
         PwError: See its subclasses.
@@ -147,11 +149,15 @@ def run(
     samples = calibration_set(config, load_tokenizer(artifact.path))
     inputs = {**artifact.digests("moments", "sensitivity"), "calibration": samples.digest}
     if not artifact.table_done(STAGE, config, inputs, overwrite):
-        savepoint = Savepoint(artifact.path, STAGE, {"device": device, **inputs})
-        arrays = _measure(artifact, checkpoint, samples, progress, device, savepoint)
-        attrs = {"seqlen": config.seqlen}
-        artifact.write_table(STAGE, arrays, attrs, config, inputs, {}, overwrite)
+        savepoint = Savepoint(artifact.path, STAGE, {"device": device, **inputs}, ranks)
+        observed = ObservedModel(checkpoint, ranks.device(device), scratch=artifact.path.parent)
+        arrays = _measure(artifact, observed, samples, progress, savepoint, ranks)
+        if ranks.first:
+            attrs = {"seqlen": config.seqlen}
+            artifact.write_table(STAGE, arrays, attrs, config, inputs, {}, overwrite)
+        ranks.wait()
         savepoint.clear()
+        artifact = Artifact.open(path)
     report = _report(artifact)
     _print(report, progress)
     return report
@@ -159,22 +165,22 @@ def run(
 
 def _measure(
     artifact: Artifact,
-    checkpoint: Checkpoint,
+    model: ObservedModel,
     samples: CalibrationSet,
     progress: Progress,
-    device: str,
     savepoint: Savepoint,
+    ranks: Ranks,
 ) -> dict[str, NDArray[np.generic]]:
     scores = BlockScores.from_tables(artifact.table("sensitivity"), artifact.table("moments"))
-    model = ObservedModel(checkpoint, device, scratch=artifact.path.parent)
-    parts = batches(samples.windows)
-    traces = [PromptTraces(artifact.geometry, scores, *batch.shape) for batch in parts]
-    units = samples.windows.shape[0] * model.layers
-    with progress.stage("trace", units, "prompts x layers") as advance:
-        model.read(samples.windows, traces, advance=advance, savepoint=savepoint)
-    arrays: dict[str, NDArray[np.generic]] = {
-        name: np.concatenate([getattr(trace, name) for trace in traces]) for name in _MEASURED
-    }
+    own = part_of(samples.windows, ranks)
+    none = PromptTraces(artifact.geometry, scores, 0, own.shape[1])  # of a rank without text
+    traces = [PromptTraces(artifact.geometry, scores, *batch.shape) for batch in batches(own)]
+    with progress.stage("trace", own.shape[0] * model.layers, "prompts x layers") as advance:
+        model.read(own, traces, advance=advance, savepoint=savepoint)
+    arrays: dict[str, NDArray[np.generic]] = {}
+    for name in _MEASURED:
+        rows = np.concatenate([getattr(trace, name) for trace in (none, *traces)])
+        arrays[name] = ranks.join_rows(rows)
     arrays["tokens"] = np.full(samples.windows.shape[0], samples.windows.shape[1], np.int64)
     arrays["documents"] = np.array(samples.documents, np.int64)
     return arrays

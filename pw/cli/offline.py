@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from pw_pipelines.dry_run import DryRunReport
     from pw_pipelines.progress import Progress
     from pw_pipelines.quantize import QuantizeReport
+    from pw_pipelines.ranks import Ranks
     from pw_pipelines.residuals import ResidualReport
 
 Model = Annotated[
@@ -49,11 +50,11 @@ DryRun = Annotated[
 ]
 
 
-def progress_of(common: Common) -> Progress:
+def progress_of(common: Common, *, quiet: bool = False) -> Progress:
     """Progress as the user wants to see it: a bar, lines, JSON lines, or nothing."""
     from pw_pipelines.progress import Progress, Style
 
-    style = Style.QUIET if common.quiet else Style.JSON if common.json else None
+    style = Style.QUIET if common.quiet or quiet else Style.JSON if common.json else None
     return Progress(style, verbose=common.verbose)
 
 
@@ -68,9 +69,15 @@ def calibrate(
     """Do all that serving needs: quantize, then sensitivity, then trace.
 
     Stopped at any moment, the same command goes on where it was. `pw fit-residuals` may follow.
+    Several processes share the work: `torchrun --nproc-per-node N -m pw calibrate MODEL ...`.
     """
-    path = output or default_output(model)
-    reports = build(model, path, widths, calibration, common, overwrite=overwrite)
+    from pw_pipelines.ranks import Ranks
+
+    path, ranks = output or default_output(model), Ranks.join()
+    reports = build(model, path, widths, calibration, common, overwrite=overwrite, ranks=ranks)
+    ranks.leave()
+    if not ranks.first:
+        return
     if common.json:
         print_json(reports)
     else:
@@ -86,6 +93,7 @@ def build(
     common: Common,
     *,
     overwrite: bool = False,
+    ranks: Ranks | None = None,
 ) -> dict[str, Any]:
     """Run the three stages of `pw calibrate`; what is done already is not done again.
 
@@ -93,18 +101,19 @@ def build(
         The report of each stage.
     """
     config = widths.config(calibration)
-    progress = progress_of(common)
-    device = calibration.device
     calibration.use_cores()
 
     from pw_pipelines import quantize, sensitivity, trace
+    from pw_pipelines.ranks import ALONE
 
-    quantized = quantize.run(model, output, config, progress, overwrite=overwrite, device=device)
-    reports: dict[str, Any] = {"quantize": quantized}
+    ranks = ranks or ALONE
+    progress = progress_of(common, quiet=not ranks.first)
+    how: dict[str, Any] = {"overwrite": overwrite, "device": calibration.device, "ranks": ranks}
+    reports: dict[str, Any] = {
+        "quantize": quantize.run(model, output, config, progress, **how),
+    }
     for name, stage in (("sensitivity", sensitivity.run), ("trace", trace.run)):
-        reports[name] = stage(
-            output, config.calibration, progress, model=model, overwrite=overwrite, device=device
-        )
+        reports[name] = stage(output, config.calibration, progress, model=model, **how)
     return reports
 
 

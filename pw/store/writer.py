@@ -80,18 +80,10 @@ from pw.store.publish import (
 from pw.store.tables import Table, TableFolder
 
 MODEL_FILES = (
-    "config.json",
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "tokenizer.model",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-    "chat_template.json",
-)
+    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
+    "special_tokens_map.json", "added_tokens.json", "tokenizer.model", "vocab.json", "merges.txt",
+    "chat_template.jinja", "chat_template.json",
+)  # fmt: skip
 
 
 class ArtifactWriter:
@@ -121,6 +113,8 @@ class ArtifactWriter:
         lut_dtype: torch.dtype,
         settings: Any,
         overwrite: bool = False,
+        *,
+        beside: bool = False,
     ) -> ArtifactWriter:
         """Start or resume an artifact.
 
@@ -133,6 +127,7 @@ class ArtifactWriter:
             lut_dtype: torch.bfloat16 or torch.float16.
             settings: Mapping or config dataclass of everything that decides the bytes.
             overwrite: Build anew; work of an earlier run with these settings still resumes.
+            beside: Help the process that holds the lock: write some of the blocks, nothing else.
 
         Raises:
             StaleStageError: There is work with other settings, and `overwrite` is false.
@@ -150,6 +145,8 @@ class ArtifactWriter:
             stages={QUANTIZE: StageRecord(plain(settings), {})},
         )
         lock = WriteLock(path)
+        if beside:
+            return cls._open_locked(path, manifest, lock, overwrite)
         make_folder(path.parent)
         lock.acquire()
         try:
@@ -186,10 +183,7 @@ class ArtifactWriter:
             write_groups(self._folder)
             if fresh:
                 self._save(self._tables.manifest)
-        for layer, module in self._layout.blocks():
-            sums = read_record(self._record(layer, module), self._layout)
-            if sums is not None:
-                self._done[layer, module] = sums
+        self.find_done()
         if shutil.disk_usage(existing_parent(self._folder)).free < self.bytes_needed():
             raise disk_full(self._folder, self.bytes_needed())
 
@@ -234,6 +228,14 @@ class ArtifactWriter:
     def done(self, layer: int, module: Module) -> bool:
         """Whether the blocks of one (layer, module) are written, of all experts."""
         return (layer, module) in self._done
+
+    def find_done(self) -> None:
+        """Learn which blocks other processes have written."""
+        for layer, module in self._layout.blocks() if not self.complete else ():
+            if (layer, module) not in self._done:
+                sums = read_record(self._record(layer, module), self._layout)
+                if sums is not None:
+                    self._done[layer, module] = sums
 
     def write_blocks(
         self,
