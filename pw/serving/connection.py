@@ -113,7 +113,7 @@ class EventStream(Response):
             last = orjson.dumps(error_body(error))
         await self._resources.aclose()  # a client that asks again at `[DONE]` finds its place free
         await self._send_data(send, last)
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+        await self._send_bytes(send, b"", more=False)
 
     async def _ping(self, send: Send) -> None:
         clock = asyncio.get_running_loop().time
@@ -126,11 +126,11 @@ class EventStream(Response):
     async def _send_data(self, send: Send, data: bytes) -> None:
         await self._send_bytes(send, b"data: " + data + b"\n\n")
 
-    async def _send_bytes(self, send: Send, data: bytes) -> None:
+    async def _send_bytes(self, send: Send, data: bytes, *, more: bool = True) -> None:
         async with self._sending:
             try:
                 async with asyncio.timeout(self._send_timeout):
-                    await send({"type": "http.response.body", "body": data, "more_body": True})
+                    await send({"type": "http.response.body", "body": data, "more_body": more})
             except TimeoutError:
                 logger.info("a client read nothing for %g s: gone", self._send_timeout)
                 raise ClientDisconnect from None

@@ -199,10 +199,15 @@ class Generation:
         )
 
 
+# Ends that are not the engine's fault, by their code -> HTTP status.
+_REFUSALS = {"timeout": 504, "invalid_grammar": 400}
+
+
 def _checked(index: int, output: RequestOutput) -> tuple[int, RequestOutput] | Exception:
     """An output, or the error that it stands for: clients know neither "abort" nor "error"."""
-    if output.finish_reason == "error" and output.error_code == "timeout":
-        return RequestError(output.error or "request timed out", code="timeout", status=504)
+    if output.finish_reason == "error" and output.error_code in _REFUSALS:
+        code = output.error_code
+        return RequestError(output.error or code, code=code, status=_REFUSALS[code])
     if output.finish_reason == "error":
         code = output.error_code or "server_error"
         return GenerationError(output.error or "unknown reason", code)

@@ -42,7 +42,7 @@ def events(answer):
 
 
 def without_first_nulls(answer, case):
-    """The first token of an echoed prompt has no logprob: OpenAI's API says null, its types don't."""
+    """The first token of a prompt has no logprob: OpenAI's API says null, its types do not."""
     for choice in answer["choices"]:
         if case["echo"] and choice["logprobs"] is not None:
             lists = choice["logprobs"]
