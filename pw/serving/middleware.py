@@ -104,7 +104,8 @@ class RequireKey:
             await self._app(scope, receive, send)
             return
         role = scope["pw.role"] = self._role(scope)
-        if self._open or role is not None or scope["path"] in self._open_paths:
+        path = scope["path"].removeprefix(scope.get("root_path", ""))  # that uvicorn put there
+        if self._open or role is not None or path in self._open_paths:
             await self._app(scope, receive, send)
             return
         response = error_response(
