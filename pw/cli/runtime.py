@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from pw.serving.engine_process import EngineProcess
     from pw.serving.listen import Endpoint
 
+logger = logging.getLogger("pw.cli")
 
 ModelName = Annotated[
     str, typer.Argument(metavar="MODEL", help="An artifact (see `pw calibrate`), or `tiny`.")
@@ -151,7 +153,7 @@ def _serve(
         raise
     ready = process.wait_until_ready()
     if not quiet:
-        _print_plan(ready.status)
+        _show_plan(ready.status)
     if endpoint is None:
         return 0
     if (template := api.template()) is not None:
@@ -165,6 +167,7 @@ def _serve(
         model_names=tuple(server.served_model_name or _names(path, ready.info.model_name)),
         artifact_hash=ready.info.artifact_hash,
         api_keys=tuple(server.api_key or ()),
+        stall_seconds=server.stall_timeout,
     )
     return run(
         RemoteEngine(process, ready, stall_timeout=server.stall_timeout),
@@ -173,6 +176,7 @@ def _serve(
         endpoint=endpoint,
         allowed_origins=server.allowed_origins or (),
         shutdown_timeout=server.shutdown_timeout,
+        announce=_announce,
     )
 
 
@@ -181,14 +185,19 @@ def _names(path: Path, model: str) -> list[str]:
     return list(dict.fromkeys((path.name.removesuffix(".pw"), model)))
 
 
-def _print_plan(status: EngineStatus) -> None:
-    """Where the budget goes, on stderr."""
-    held = status.bytes
-    classes = ("dense", "experts_dense", "planes", "luts", "kv", "free", "tables", "workspace")
-    lines = [
-        f"memory plan: {held.total:,} of {held.budget:,} bytes, policy {status.policy}",
-        *(f"  {name:<14}{size:>16,}" for name in classes if (size := getattr(held, name))),
-        f"  {status.pages_total:,} pages of {status.page_bytes:,} bytes, "
-        f"contexts up to {status.max_model_len:,} tokens, mean {status.mean_bits:.2f} bits",
-    ]
-    print("\n".join(lines), file=sys.stderr)
+def _show_plan(status: EngineStatus) -> None:
+    """Where the budget goes, on stderr: a table, or a line where every line is JSON."""
+    from pw.serving.log_lines import memory_plan, memory_plan_fields
+
+    if logs.current().style == "json":
+        logger.info("memory plan", extra={"fields": memory_plan_fields(status)})
+    else:
+        print(memory_plan(status), file=sys.stderr)
+
+
+def _announce(message: str) -> None:
+    """Where to call: with lines to paste on stdout, or one line where every line is JSON."""
+    if logs.current().style == "json":
+        logger.info(message.partition("\n")[0], extra={"fields": {"event": "listening"}})
+    else:
+        print(message, flush=True)

@@ -16,7 +16,7 @@ from pw.serving.defaults import SamplingDefaults
 from pw.serving.engine_protocol import AsyncEngineProtocol, TokenizerProtocol
 from pw.serving.generation import Generation, SequenceSpec
 from pw.serving.grammars import GrammarChecker
-from pw.serving.health import Health
+from pw.serving.health import STALL_SECONDS, Health
 from pw.serving.limits import AdmissionGate, ServingLimits
 from pw.serving.logprobs import TokenTexts
 from pw.serving.metrics import ServingMetrics
@@ -45,6 +45,7 @@ class ServingConfig:
     grammar_tokenizer: Path | None = None  # folder of the tokenizer; None: no structured output
     log_prompts: bool = False
     max_log_len: int | None = None  # characters of a prompt in the log
+    stall_seconds: float = STALL_SECONDS  # without a step, with requests: not ready
 
     def __post_init__(self) -> None:
         if not self.model_names or not all(self.model_names):
@@ -73,7 +74,7 @@ class ServingContext:
         self._texts = {by_id: TokenTexts(tokenizer, by_id=by_id) for by_id in (False, True)}
         self.gate = AdmissionGate(config.limits)
         self.generations: set[Generation] = set()
-        self.watch = Watch(engine)
+        self.watch = Watch(engine, config.stall_seconds)
         self.health = Health(engine, self.gate, self.watch.progress)
         self._unknown_logged: set[str] = set()
         policy = engine.status().policy

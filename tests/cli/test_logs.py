@@ -11,6 +11,8 @@ from datetime import UTC, datetime, timedelta
 import pytest
 
 from pw import logs
+from pw.cli.runtime import _announce, _show_plan
+from pw.engine.request import BytesByClass, EngineStatus
 
 
 @pytest.fixture(autouse=True)
@@ -72,3 +74,24 @@ def test_a_second_set_up_replaces_the_first(capsys: pytest.CaptureFixture[str]) 
 def test_an_unknown_style_is_refused() -> None:
     with pytest.raises(ValueError, match="plain, text, json: xml"):
         logs.configure(logging.INFO, "xml")
+
+
+def test_a_server_starts_with_lines_of_json_where_every_line_is_one(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    status = EngineStatus(policy="adaptive", bytes=BytesByClass(planes=3, budget=4))
+    logs.configure(logging.INFO, "json")
+    _show_plan(status)
+    _announce("PagedWeight serves tiny on http://h:1\n\n  curl ...")
+    out, err = capsys.readouterr()
+    assert out == ""
+    plan, listening = map(json.loads, err.splitlines())
+    assert (plan["event"], plan["planes_bytes"], plan["budget_bytes"]) == ("memory_plan", 3, 4)
+    assert listening["event"] == "listening"
+    assert listening["message"] == "PagedWeight serves tiny on http://h:1"
+    logs.configure(logging.INFO, "text")
+    _show_plan(status)
+    _announce("PagedWeight serves tiny on http://h:1\n\n  curl ...")
+    out, err = capsys.readouterr()
+    assert out.endswith("  curl ...\n")
+    assert err.startswith("memory plan: 3 B of a budget of 4 B\n  planes")
