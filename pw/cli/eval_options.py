@@ -39,7 +39,12 @@ class TextOptions:
         int, _text("Chunks or prompts scored at a time.", "--concurrency", "--batch-size")
     ] = 4
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
+        """Refuse counts that are none.
+
+        Raises:
+            ConfigError: One is below 1.
+        """
         for name in ("max_chunks", "concurrency"):
             value = getattr(self, name)
             if value is not None and value < 1:

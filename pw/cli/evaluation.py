@@ -53,6 +53,7 @@ def evaluate(
     report: ReportOptions,
 ) -> None:
     """Perplexity, divergence and tasks under one or more precision policies, with all bytes."""
+    text.check()
     report.check(tasks.log_samples)
     compared = compare(runtime.config(planner), comparison)
     harness_files = tasks.harness_files

@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import NamedTuple
 
 import httpx
 import pytest
@@ -15,34 +14,9 @@ from pw import __version__
 from pw.blocks import BlockKey
 from pw.cli.options import Calibration
 from pw.store import Artifact
-from support.cli import Outcome, run
-from support.offline import random_checkpoint, write_text
+from support.cli import SMALL, TEXT_FLAGS, Made, run
 
 ROOT = Path(__file__).parents[2]
-TEXT_FLAGS = ("--nsamples", "40", "--seqlen", "16")
-SMALL = ("--memory-budget", "64MiB", "--max-num-batched-tokens", "32")
-
-
-class Made(NamedTuple):
-    checkpoint: Path
-    artifact: Path
-    text: Path
-    calibrated: Outcome
-
-
-@pytest.fixture(scope="session")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
-    """A random checkpoint, calibrated and with residual heads."""
-    folder = tmp_path_factory.mktemp("flow")
-    random_checkpoint(folder / "checkpoint", num_hidden_layers=1)
-    text = write_text(folder / "text.txt", 8000)
-    artifact = folder / "model.pw"
-    flags = ("--dataset", str(text), *TEXT_FLAGS, "--max-bits", "4")
-    calibrated = run("calibrate", str(folder / "checkpoint"), "-o", str(artifact), *flags)
-    assert calibrated.code == 0, calibrated.err
-    fitted = run("fit-residuals", str(artifact), "-q")
-    assert (fitted.code, fitted.err) == (0, "")
-    return Made(folder / "checkpoint", artifact, text, calibrated)
 
 
 def test_calibrate_says_what_it_made_and_what_comes_next(made: Made) -> None:
@@ -125,34 +99,6 @@ def test_a_budget_that_cannot_work_is_exit_code_4_with_the_least_that_can(made: 
     assert done.code == 4
     assert "100,000 bytes is too small" in done.err
     assert "hint: raise --memory-budget" in done.err
-
-
-def test_eval_reports_perplexity_bytes_and_a_paired_difference(made: Made, tmp_path: Path) -> None:
-    text = ("--text", str(made.text), "--seqlen", "48")
-    flags = (str(made.artifact), *SMALL, *text, "--max-chunks", "6")
-    wide = run("eval", *flags, "--precision-policy", "static:4", "--json")
-    assert wide.code == 0, wide.err
-    (tmp_path / "wide.json").write_text(wide.out)
-    result = json.loads(wide.out)
-    assert len(result["chunk_nll"]) == 6
-    assert result["tokens"] == 6 * 47
-    assert result["policy"] == "static:4"
-    assert result["bytes_over_budget"] == 0
-    parts = ("planes", "luts", "experts_dense", "dense", "kv", "free", "tables", "workspace")
-    assert result["bytes"]["total"] == sum(result["bytes"][name] for name in parts)
-    assert result["bytes"]["total"] <= result["bytes"]["budget"]
-
-    baseline = ("--baseline", str(tmp_path / "wide.json"))
-    narrow = run("eval", *flags, "--precision-policy", "static:2", *baseline)
-    assert narrow.code == 0, narrow.err
-    assert "mean 2.00 bits" in narrow.out
-    assert "against the baseline" in narrow.out
-    same = run("eval", *flags, "--precision-policy", "static:4", *baseline, "--json")
-    assert json.loads(same.out)["nll_difference"]["mean"] == 0
-
-    fewer = run("eval", *flags[:-1], "5", "--precision-policy", "static:2", *baseline)
-    assert fewer.code == 2
-    assert "needs the same chunks: 5 against 6" in fewer.err
 
 
 def test_serve_answers_and_drains(made: Made) -> None:
@@ -277,8 +223,8 @@ def test_a_recipe_runs_once_and_scores_its_policies(made: Made, tmp_path: Path) 
     flags = ("run", str(recipe), "--model", str(made.checkpoint), "--json", "-q")
     first = run(*flags)
     assert first.code == 0, first.err
-    scores = json.loads(first.out)["evaluation"]
-    assert [score["policy"] for score in scores] == ["static:2", "static:4"]
+    rows = json.loads(first.out)["evaluation"]["rows"]
+    assert [row["policy"] for row in rows] == ["static:2", "static:4"]
     results = tmp_path / "small.eval.json"
     written = results.stat().st_mtime_ns
     again = run(*flags)

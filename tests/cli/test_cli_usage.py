@@ -171,7 +171,7 @@ def test_what_the_system_refuses_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "bad.json").write_text("{}")
     done = run("eval", "x.pw", "--baseline", str(tmp_path / "bad.json"))
     assert done.code == 2
-    assert "not a result of `pw eval --json`" in done.err
+    assert "not a report of `pw eval`" in done.err
 
 
 def test_our_bugs_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -38,3 +39,16 @@ def run(*arguments: str) -> Outcome:
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
     return Outcome(int(stop.value.code or 0), out.getvalue(), err.getvalue())
+
+
+TEXT_FLAGS = ("--nsamples", "40", "--seqlen", "16")  # of the stages of `Made`
+SMALL = ("--memory-budget", "64MiB", "--max-num-batched-tokens", "32")
+
+
+class Made(NamedTuple):
+    """A checkpoint and what the offline commands made of it."""
+
+    checkpoint: Path
+    artifact: Path
+    text: Path
+    calibrated: Outcome
