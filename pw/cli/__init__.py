@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from pw import __version__
-from pw.cli.bench import bench
+from pw.cli.bench import bench_app
 from pw.cli.command import UsageError, add_command, print_error
 from pw.cli.evaluation import evaluate
 from pw.cli.inspection import env, inspect
@@ -34,11 +34,12 @@ app = typer.Typer(
 for _panel, _functions in {
     "Make an artifact": (calibrate, quantize, sensitivity, trace, fit_residuals, run),
     "Run a model": (serve, generate),
-    "Measure": (evaluate, bench),
+    "Measure": (evaluate,),
     "Look": (top, inspect, export, env),
 }.items():
     for _function in _functions:
         add_command(app, _function, panel=_panel, name="eval" if _function is evaluate else None)
+app.add_typer(bench_app(), name="bench", rich_help_panel="Measure")
 
 
 @app.callback(invoke_without_command=True)

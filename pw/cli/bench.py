@@ -1,21 +1,206 @@
-"""The command that measures speed, beside transformers' own `generate`."""
+"""`pw bench`: how fast, how much at a time, and what happens when memory gets short."""
 
 from __future__ import annotations
 
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
-from pw.cli.command import print_json
-from pw.cli.locate import TINY
-from pw.cli.offline import build, fit
+from pw.cli.bench_options import Client, Dataset, Result
+from pw.cli.command import add_command, print_json
+from pw.cli.locate import TINY, artifact_path, model_folder
+from pw.cli.offline import build, fit, progress_of
 from pw.cli.options import Calibration, Common, Planner, Runtime, Widths
+from pw.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pw.models.tokenizer import Tokenizer
+
+_DEFAULT = "compare"
+
+Served = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL", help="An artifact, `tiny`, or a config or recipe with --load-format dummy."
+    ),
+]
 
 
-def bench(
+def throughput(
+    model: Served,
+    dataset: Dataset,
+    result: Result,
+    runtime: Runtime,
+    planner: Planner,
+    common: Common,
+) -> None:
+    """Tokens per second when all requests are there at once; no server in between."""
+    config = runtime.config(planner)
+    result.check(common)
+    workload = dataset.workload(runtime.seed or 0)
+    path = model_folder(model, runtime, quiet=common.quiet)
+
+    from pw.engine import Engine
+    from pw.evaluation.bench.offline import throughput as measure
+
+    engine = Engine.from_artifact(path, config)
+    tokenizer = engine.tokenizer
+    figures = measure(
+        engine,
+        workload.requests(range(tokenizer.vocab_size), lambda text: len(tokenizer.encode(text))),
+        ignore_eos=dataset.ignore_eos,
+        concurrency=config.max_num_queued_reqs,
+        percentiles=result.percentiles(),
+    )
+    result.show("throughput", {"model": model} | figures, common)
+
+
+def latency(
+    model: Served,
+    result: Result,
+    runtime: Runtime,
+    planner: Planner,
+    common: Common,
+    input_len: Annotated[int, typer.Option("-p", "--input-len", help="Tokens of a prompt.")] = 32,
+    output_len: Annotated[
+        int, typer.Option("-n", "--output-len", help="Tokens of an answer.")
+    ] = 128,
+    batch_size: Annotated[int, typer.Option(help="Requests of a batch.")] = 8,
+    num_iters_warmup: Annotated[int, typer.Option(help="Batches before the clock runs.")] = 2,
+    num_iters: Annotated[int, typer.Option("-r", "--num-iters", help="Batches timed.")] = 10,
+) -> None:
+    """Time of one batch of equal requests, prompt included; no server in between."""
+    config = runtime.config(planner)
+    result.check(common)
+    if min(input_len, output_len, batch_size, num_iters) < 1 or num_iters_warmup < 0:
+        raise ConfigError("lengths, batch size and iterations must be at least 1")
+    path = model_folder(model, runtime, quiet=common.quiet)
+
+    from pw.engine import Engine
+    from pw.evaluation.bench.offline import latency as measure
+
+    figures = measure(
+        Engine.from_artifact(path, config),
+        input_len=input_len,
+        output_len=output_len,
+        batch_size=batch_size,
+        warmup=num_iters_warmup,
+        iterations=num_iters,
+        percentiles=result.percentiles(),
+        seed=runtime.seed or 0,
+    )
+    result.show("latency", {"model": model} | figures, common)
+
+
+def serve(client: Client, dataset: Dataset, result: Result, common: Common) -> None:
+    """Load on a running server that speaks OpenAI's HTTP: ours, vLLM's, any."""
+    import asyncio
+
+    from pw.evaluation.bench.client import ENDPOINTS, Pace, Target, run
+    from pw.evaluation.bench.metrics import parse_goodput, summarize
+
+    result.check(common)
+    metrics, limits = client.metrics(), parse_goodput(client.goodput or [])
+    endpoints = {"openai": ENDPOINTS[0], "vllm": ENDPOINTS[0], "openai-chat": ENDPOINTS[1]}
+    if client.backend not in endpoints:
+        raise ConfigError(f"unknown backend: `{client.backend}`", "use openai or openai-chat")
+    workload = dataset.workload(client.seed)
+    requests = workload.requests() if client.tokenizer is None else _counted(client, workload)
+    target = Target(
+        base_url=client.base_url or f"http://{client.host}:{client.port}",
+        endpoint=endpoints[client.backend],
+        model=client.model,
+        api_key=client.api_key,
+        ignore_eos=dataset.ignore_eos,
+        timeout=client.request_timeout,
+    )
+    pace = Pace(client.request_rate, client.burstiness, client.max_concurrency, client.seed)
+    timings, ran = asyncio.run(run(target, requests, pace))
+    figures = summarize(
+        timings,
+        ran["duration"],
+        metrics=metrics,
+        percentiles=result.percentiles(),
+        goodput=limits,
+    )
+    settings = {
+        "model": ran["model"],
+        "base_url": target.base_url,
+        "dataset": workload.dataset,
+        "num_prompts": len(requests),
+        "request_rate": "inf" if client.request_rate == float("inf") else client.request_rate,
+        "max_concurrency": client.max_concurrency,
+        "goodput_limits_ms": limits,
+    }
+    result.show("serve", settings | figures, common)
+    if figures["failed"]:
+        typer.echo(f"{figures['failed']} of {len(timings)} requests failed", err=True)
+        raise typer.Exit(1)
+
+
+def _counted(client: Client, workload: Any) -> Any:
+    """Requests drawn and counted with the tokenizer that `--tokenizer` names."""
+    from pw.models.light import load_tokenizer_alone
+    from pw.models.resolve import resolve_model
+
+    name = client.tokenizer or ""
+    folder = artifact_path(name) if name == TINY else resolve_model(name)
+    tokenizer: Tokenizer = load_tokenizer_alone(folder)
+    return workload.requests(range(tokenizer.vocab_size), lambda text: len(tokenizer.encode(text)))
+
+
+def squeeze(
+    model: Served,
+    result: Result,
+    runtime: Runtime,
+    planner: Planner,
+    common: Common,
+    cycles: Annotated[int, typer.Option(help="Times that memory gets short and long again.")] = 10,
+    probes: Annotated[int, typer.Option(help="Short requests whose steps are timed.")] = 4,
+    probe_tokens: Annotated[int, typer.Option(help="Tokens that each of them makes.")] = 64,
+    load: Annotated[
+        float, typer.Option(help="KV of the long requests over the room beside the experts.")
+    ] = 1.5,
+) -> None:
+    """Contexts grow until the widest experts no longer fit, then shrink: bytes, pages, stalls.
+
+    Without --memory-budget: what holds the widest experts and half a full context.
+    """
+    config = runtime.config(planner)
+    result.check(common)
+    if config.policy.kind != "adaptive":
+        raise ConfigError(f"only adaptive precision can be squeezed: {config.policy}")
+    if min(cycles, probes) < 1 or probe_tokens < 4 or not load > 0:
+        raise ConfigError("cycles and probes must be at least 1, probe tokens 4, load positive")
+    path = model_folder(model, runtime, quiet=common.quiet)
+
+    from pw.engine import Engine
+    from pw.evaluation.bench.squeeze import Squeeze, SqueezeRun, tight_budget
+
+    if runtime.memory_budget is None and runtime.gpu_memory_utilization is None:
+        budget = tight_budget(Engine.from_artifact(path, config), config.planner.low_watermark)
+        config = replace(config, memory_budget=budget)
+    settings = Squeeze(
+        cycles=cycles,
+        probes=probes,
+        probe_tokens=probe_tokens,
+        load=load,
+        max_long=config.max_num_seqs - probes,
+        seed=runtime.seed or 0,
+    )
+    run = SqueezeRun(Engine.from_artifact(path, config), settings)
+    with progress_of(common).stage("squeeze", cycles, "cycles") as advance:
+        figures = run.run(advance)
+    result.show("squeeze", {"model": model, "budget": config.memory_budget} | figures, common)
+    if figures["bytes_over_budget"] or figures["pages_leaked"] or figures["cycles_without_return"]:
+        raise typer.Exit(1)
+
+
+def compare(
     runtime: Runtime,
     planner: Planner,
     common: Common,
@@ -80,3 +265,31 @@ def _print_speed(result: dict[str, Any]) -> None:
             f"{row['pw']:.0f} tokens/s at {result['mean_bits']:.2f} bits, "
             f"transformers {row['transformers']:.0f}, ratio {row['pw'] / row['transformers']:.2f}"
         )
+
+
+class _BenchGroup(TyperGroup):
+    """`pw bench MODEL` is `pw bench compare MODEL`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Put the default in where no command is named."""
+        if not args or (args[0] not in self.commands and args[0] not in ctx.help_option_names):
+            args = [_DEFAULT, *args]
+        return super().parse_args(ctx, args)
+
+
+def bench_app() -> typer.Typer:
+    """The group of commands."""
+    app = typer.Typer(
+        cls=_BenchGroup,
+        help="Measure speed and memory: throughput, latency, serve, squeeze; alone: compare.",
+        context_settings={"help_option_names": ["-h", "--help"]},
+        rich_markup_mode="rich",
+    )
+    panels = {
+        "In this process": (throughput, latency, squeeze),
+        "Against others": (serve, compare),
+    }
+    for panel, functions in panels.items():
+        for function in functions:
+            add_command(app, function, panel=panel)
+    return app

@@ -6,6 +6,7 @@ run to warm up. Wall-clock times on a shared machine: the median of a few runs i
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from collections.abc import Callable
@@ -55,12 +56,15 @@ class Load:
 
 
 def engine_speed(engine: GeneratingEngine, load: Load, vocabulary: int, *, repeats: int) -> float:
-    """Tokens per second of our engine, over the whole batch."""
+    """Tokens per second of our engine, over the whole batch.
+
+    Every run has prompts of its own: the prefix cache, which the other side lacks, does not answer.
+    """
     params = SamplingParams(max_tokens=load.output_len, temperature=0.0, ignore_eos=True)
-    prompts = load.prompts(vocabulary)
+    seeds = itertools.count()
 
     def run() -> None:
-        for number, prompt in enumerate(prompts):
+        for number, prompt in enumerate(load.prompts(vocabulary, next(seeds))):
             engine.add_request(f"bench-{number}", prompt, params)
         made = 0
         while engine.has_work():

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from pw.errors import ConfigError
-from pw.evaluation.bench.squeeze import Squeeze, SqueezeRun
-from support.engines import make_artifact, open_engine, tight_budget
+from pw.evaluation.bench.squeeze import Squeeze, SqueezeRun, tight_budget
+from support.engines import make_artifact, open_engine
 
 SHORT = Squeeze(cycles=12, probes=2, probe_tokens=24, max_long=6)
 
@@ -19,8 +19,8 @@ def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_no_byte_over_budget_no_page_lost_and_every_plane_back(artifact: Path) -> None:
-    budget = tight_budget(artifact, kv_tokens=150)
-    engine = open_engine(artifact, memory_budget=budget, planner_low_watermark=0.01)
+    budget = tight_budget(open_engine(artifact), 0.05)
+    engine = open_engine(artifact, memory_budget=budget)
     advanced: list[int] = []
     found = SqueezeRun(engine, SHORT).run(advanced.append)
     assert len(advanced) == found["cycles"] == 12
@@ -39,4 +39,11 @@ def test_no_byte_over_budget_no_page_lost_and_every_plane_back(artifact: Path) -
 def test_room_for_everything_is_no_squeeze(artifact: Path) -> None:
     engine = open_engine(artifact)
     with pytest.raises(ConfigError, match="fit beside the widest experts"):
+        SqueezeRun(engine, SHORT)
+
+
+def test_experts_that_never_fit_are_no_squeeze_either(artifact: Path) -> None:
+    budget = tight_budget(open_engine(artifact), 0.05)
+    engine = open_engine(artifact, memory_budget=budget - (1 << 18))
+    with pytest.raises(ConfigError, match=r"widest experts do not fit: mean [0-9.]+ bits at rest"):
         SqueezeRun(engine, SHORT)

@@ -44,8 +44,19 @@ class Pace:
     seed: int = 0
 
 
-async def run(target: Target, requests: Sequence[Request], pace: Pace) -> tuple[list[Timing], Any]:
+async def run(
+    target: Target,
+    requests: Sequence[Request],
+    pace: Pace,
+    transport: httpx.AsyncBaseTransport | None = None,
+) -> tuple[list[Timing], dict[str, Any]]:
     """Send all requests at their times; timings in their order, and what the run was.
+
+    Args:
+        target: Where and how.
+        requests: What.
+        pace: When.
+        transport: In place of the network.
 
     Raises:
         PwError: The server does not answer, or serves no model.
@@ -53,7 +64,11 @@ async def run(target: Target, requests: Sequence[Request], pace: Pace) -> tuple[
     headers = {"authorization": f"Bearer {target.api_key}"} if target.api_key else {}
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
     async with httpx.AsyncClient(
-        base_url=target.base_url, headers=headers, limits=limits, timeout=target.timeout
+        base_url=target.base_url,
+        headers=headers,
+        limits=limits,
+        timeout=target.timeout,
+        transport=transport,
     ) as client:
         model = target.model or await _first_model(client)
         client_run = _Run(client, target, model, pace)
@@ -148,7 +163,7 @@ async def _read(answer: httpx.Response, timing: Timing) -> None:
         data = line[5:].strip()
         if data == "[DONE]":
             done = True
-            break
+            continue  # to the end of the answer, so that the connection can be used again
         event = json.loads(data)
         if error := event.get("error"):
             timing.error = f"in the stream: {error.get('message', error)}"

@@ -13,6 +13,7 @@ moved in them.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -55,6 +56,19 @@ class _Record:
     not_returned: int = 0
 
 
+def tight_budget(engine: Engine, low_watermark: float) -> int:
+    """A budget that holds, at rest, the widths of now and half a context of the longest.
+
+    Args:
+        engine: At the widest widths.
+        low_watermark: Share of pages that an engine at rest leaves free.
+    """
+    status = engine.status()
+    fixed = status.bytes.total - (status.pages_weights + status.pages_free) * status.page_bytes
+    pages = status.pages_weights + engine.pages_for_tokens(engine.max_model_len // 2) + 2
+    return fixed + math.ceil(pages / (1 - low_watermark)) * status.page_bytes
+
+
 class SqueezeRun:
     """Cycles over one engine, whose policy is adaptive.
 
@@ -63,7 +77,7 @@ class SqueezeRun:
         squeeze: The settings.
 
     Raises:
-        ConfigError: The experts fit beside all the KV that the engine can hold: no pressure.
+        ConfigError: The widest experts do not fit at rest, or fit beside all the KV there can be.
     """
 
     def __init__(self, engine: Engine, squeeze: Squeeze) -> None:
@@ -74,6 +88,11 @@ class SqueezeRun:
         engine.generate([self._prompt(8)], SamplingParams(temperature=0.0, max_tokens=2))
         self._settle()
         self._start = engine.status()
+        if len(self._start.blocks_by_bits) > 1:
+            raise ConfigError(
+                f"the widest experts do not fit: mean {self._start.mean_bits:.2f} bits at rest",
+                "raise --memory-budget, or lower --max-bits",
+            )
         self._long = self._long_requests()
 
     def run(self, advance: Callable[[int], None] = lambda _: None) -> dict[str, Any]:

@@ -1,0 +1,175 @@
+"""Options of `pw bench`, under the names that users of `vllm bench` and `llama-bench` know."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from pw.cli.options import Common, option
+from pw.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pw.evaluation.bench.workload import Workload
+
+_workload = partial(option, "Workload")
+_result = partial(option, "Result")
+_server = partial(option, "Server under test")
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """Which requests."""
+
+    dataset_name: Annotated[
+        str, _workload("random, sharegpt, custom or trace.", "--dataset-name", "--dataset")
+    ] = "random"
+    dataset_path: Annotated[
+        Path | None, _workload("Local file of the others (.json, .jsonl).", metavar="FILE")
+    ] = None
+    num_prompts: Annotated[int, _workload("Requests.")] = 100
+    random_input_len: Annotated[
+        int, _workload("Tokens of a random prompt.", "--random-input-len", "--input-len")
+    ] = 1024
+    random_output_len: Annotated[
+        int,
+        _workload(
+            "Tokens of an answer, where the dataset does not say.",
+            "--random-output-len",
+            "--output-len",
+            "--custom-output-len",
+        ),
+    ] = 128
+    random_range_ratio: Annotated[float, _workload("Share by which random lengths vary.")] = 0.0
+    random_prefix_len: Annotated[int, _workload("Tokens that all random prompts begin with.")] = 0
+    ignore_eos: Annotated[
+        bool, _workload("Make all tokens, whatever the model says.", "--ignore-eos")
+    ] = False
+
+    def workload(self, seed: int) -> Workload:
+        """The settings."""
+        from pw.evaluation.bench.workload import Workload
+
+        return Workload(
+            dataset=self.dataset_name,
+            path=self.dataset_path,
+            num_prompts=self.num_prompts,
+            input_len=self.random_input_len,
+            output_len=self.random_output_len,
+            range_ratio=self.random_range_ratio,
+            prefix_len=self.random_prefix_len,
+            seed=seed,
+        )
+
+
+@dataclass(frozen=True)
+class Result:
+    """What is told and kept of a run."""
+
+    output: Annotated[
+        str, _result("md (a table), csv or json.", "-o", "--output", metavar="FORM")
+    ] = "md"
+    metric_percentiles: Annotated[str, _result("Percentiles of every metric.", metavar="LIST")] = (
+        "50,90,99"
+    )
+    save_result: Annotated[
+        bool, _result("Write figures, settings and machine as JSON.", "--save-result")
+    ] = False
+    result_dir: Annotated[Path, _result("Where.")] = Path("benchmarks/results")
+    result_filename: Annotated[str | None, _result("Its name (default: benchmark and time).")] = (
+        None
+    )
+
+    def percentiles(self) -> list[float]:
+        """The percentiles.
+
+        Raises:
+            ConfigError: One is no number from 0 to 100.
+        """
+        try:
+            found = [float(part) for part in self.metric_percentiles.split(",")]
+        except ValueError:
+            found = [-1.0]
+        if not all(0 <= value <= 100 for value in found):
+            raise ConfigError(
+                f"not a list of percentiles: `{self.metric_percentiles}`", "write it like 50,90,99"
+            )
+        return found
+
+    def check(self, common: Common) -> str:
+        """The form of the output.
+
+        Raises:
+            ConfigError: It, or a percentile, is none that there is.
+        """
+        from pw.evaluation.bench.report import FORMS
+
+        self.percentiles()
+        form = "json" if common.json else self.output
+        if form not in FORMS:
+            raise ConfigError(f"unknown output form: `{form}`", f"use {', '.join(FORMS)}")
+        return form
+
+    def show(self, kind: str, result: dict[str, Any], common: Common) -> None:
+        """Print a result, and save it if asked to."""
+        from pw.evaluation.bench.report import render, save
+
+        print(render([result], self.check(common)))
+        if self.save_result:
+            path = save(result, kind, self.result_dir, self.result_filename)
+            if not common.quiet:
+                typer.echo(f"saved: {path}", err=True)
+
+
+@dataclass(frozen=True)
+class Client:
+    """Which server, and how it is asked."""
+
+    base_url: Annotated[
+        str | None, _server("Root of the server (default: http://HOST:PORT).", metavar="URL")
+    ] = None
+    host: Annotated[str, _server("Address of the server.")] = "127.0.0.1"
+    port: Annotated[int, _server("Its port.")] = 8000
+    backend: Annotated[str, _server("openai (completions) or openai-chat.", metavar="NAME")] = (
+        "openai"
+    )
+    model: Annotated[
+        str | None, _server("Model to ask for (default: the first that the server lists).")
+    ] = None
+    tokenizer: Annotated[
+        str | None,
+        _server("Artifact or checkpoint whose tokenizer counts texts and draws random ids."),
+    ] = None
+    api_key: Annotated[str | None, _server("Key of the server.")] = None
+    request_rate: Annotated[float, _server("Requests per second; inf sends all at once.")] = float(
+        "inf"
+    )
+    burstiness: Annotated[float, _server("1: Poisson arrivals; less: in bursts; more: evenly.")] = (
+        1.0
+    )
+    max_concurrency: Annotated[int | None, _server("Open requests at most.")] = None
+    request_timeout: Annotated[float, _server("Seconds of silence that end a request.")] = 600.0
+    percentile_metrics: Annotated[
+        str, _server("Which of ttft, tpot, itl, e2el.", metavar="LIST")
+    ] = "ttft,tpot,itl,e2el"
+    goodput: Annotated[
+        list[str] | None,
+        _server("Limits in ms of a good request, like `ttft:500 tpot:50`; repeatable."),
+    ] = None
+    seed: Annotated[int, _workload("Of prompts and arrivals.")] = 0
+
+    def metrics(self) -> list[str]:
+        """The metrics.
+
+        Raises:
+            ConfigError: One is unknown.
+        """
+        from pw.evaluation.bench.metrics import METRICS
+
+        found = self.percentile_metrics.split(",")
+        if unknown := [name for name in found if name not in METRICS]:
+            raise ConfigError(f"unknown metric: `{unknown[0]}`", f"use {', '.join(METRICS)}")
+        return found

@@ -1,0 +1,128 @@
+"""`pw bench` as a user meets it, on random weights in the shape of a small config."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import socket
+from pathlib import Path
+
+import pytest
+
+from support.cli import Outcome, run
+
+SETTINGS = {
+    "model_type": "qwen2_moe", "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 2,
+    "num_key_value_heads": 2, "vocab_size": 600, "intermediate_size": 64, "num_experts": 6,
+    "moe_intermediate_size": 48, "num_experts_per_tok": 2, "shared_expert_intermediate_size": 64,
+    "max_position_embeddings": 512, "norm_topk_prob": False,
+}  # fmt: skip
+DUMMY = ("--load-format", "dummy", "--hf-overrides", '{"num_hidden_layers": 2}', "--device", "cpu")
+SMALL = ("--memory-budget", "48MiB", "--max-num-batched-tokens", "64", "--max-num-seqs", "8")
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv("PW_HOME", str(tmp_path / "home"))
+    path = tmp_path / "small.json"
+    path.write_text(json.dumps(SETTINGS))
+    return str(path)
+
+
+def figures(done: Outcome) -> dict[str, object]:
+    assert done.code == 0, done.err
+    found: dict[str, object] = json.loads(done.out)
+    return found
+
+
+def test_throughput_of_dummy_weights(config: str, tmp_path: Path) -> None:
+    load = ("--num-prompts", "6", "--input-len", "20", "--output-len", "5", "--ignore-eos")
+    saved = ("--save-result", "--result-dir", str(tmp_path / "results"))
+    found = figures(run("bench", "throughput", config, *DUMMY, *SMALL, *load, *saved, "--json"))
+    assert (found["completed"], found["failed"]) == (6, 0)
+    assert (found["total_input_tokens"], found["total_output_tokens"]) == (120, 30)
+    assert found["mean_bits"] == 8
+    assert found["total_cached_tokens"] == 0
+    (kept,) = (tmp_path / "results").iterdir()
+    assert json.loads(kept.read_text())["output_throughput"] == found["output_throughput"]
+
+
+@pytest.mark.parametrize("policy", ["static:3", "dense"])
+def test_latency_of_dummy_weights_under_every_policy(config: str, policy: str) -> None:
+    load = ("-p", "16", "-n", "4", "-r", "3", "--batch-size", "2", "--precision-policy", policy)
+    done = run("bench", "latency", config, *DUMMY, *SMALL, *load, "-o", "csv", "-q")
+    assert done.code == 0, done.err
+    (row,) = csv.DictReader(io.StringIO(done.out))
+    assert row["policy"] == policy
+    assert float(row["mean_bits"]) == (3 if policy == "static:3" else 16)
+    assert 0 < float(row["mean_ttft_ms"]) < float(row["p50_latency_ms"]) * 2
+    assert float(row["p50_tpot_ms"]) > 0
+
+
+def test_squeeze_of_dummy_weights_finds_its_own_budget(config: str) -> None:
+    flags = ("--cycles", "2", "--probes", "2", "--probe-tokens", "16", "--max-model-len", "256")
+    limits = ("--max-num-batched-tokens", "64", "--max-num-seqs", "6")
+    found = figures(run("bench", "squeeze", config, *DUMMY, *limits, *flags, "--json", "-q"))
+    assert found["bytes_over_budget"] == found["pages_leaked"] == 0
+    assert found["cycles_without_return"] == 0
+    assert found["equal_before_and_after"] is True
+    assert float(str(found["lowest_bits"])) < float(str(found["most_bits"])) == 8
+
+
+def test_generate_speaks_numbers_and_a_changed_config_is_another_folder(
+    config: str, tmp_path: Path
+) -> None:
+    flags = (*SMALL, "--max-tokens", "4", "--ignore-eos", "--json", "-q")
+    first = figures(run("generate", config, "hello", *DUMMY, *flags))
+    assert first["completion_tokens"] == 4
+    assert first == figures(run("generate", config, "hello", *DUMMY, *flags))
+    assert run("generate", config, "hello", "--load-format", "dummy", *flags).code == 0
+    assert len(list((tmp_path / "home" / "dummy").iterdir())) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("throughput", "CONFIG", *DUMMY, "--dataset-name", "web"), "unknown dataset: `web`"),
+        (("throughput", "nothing.json", *DUMMY), "no model config: `nothing.json`"),
+        (("latency", "CONFIG", *DUMMY, "-o", "xml"), "unknown output form: `xml`"),
+        (("latency", "CONFIG", *DUMMY, "--metric-percentiles", "50,x"), "not a list of percen"),
+        (("latency", "CONFIG", *DUMMY, "--batch-size", "0"), "must be at least 1"),
+        (("squeeze", "CONFIG", *DUMMY, "--precision-policy", "static:3"), "only adaptive"),
+        (("squeeze", "CONFIG", *DUMMY, "--memory-budget", "48MiB"), "beside the widest experts"),
+        (("latency", "CONFIG", "--hf-overrides", "{}"), "is for --load-format dummy alone"),
+        (("latency", "CONFIG", "--load-format", "dummy", "--hf-overrides", "{"), "is not JSON"),
+        (("latency", "CONFIG", "--load-format", "dummy", "--hf-overrides", '{"a": 1}'),
+         "the config has no `a`"),
+        (("latency", "CONFIG", "--load-format", "gguf"), "load_format must be auto or dummy"),
+        (("serve", "--goodput", "ttft"), "not a goodput limit: `ttft`"),
+        (("serve", "--backend", "grpc"), "unknown backend: `grpc`"),
+        (("serve", "--percentile-metrics", "x"), "unknown metric: `x`"),
+    ],
+)  # fmt: skip
+def test_mistakes_are_told_in_one_line(
+    config: str, arguments: tuple[str, ...], message: str
+) -> None:
+    done = run("bench", *(config if part == "CONFIG" else part for part in arguments))
+    assert done.code != 0
+    assert done.out == ""
+    assert message in done.err.splitlines()[0]
+
+
+def test_a_server_that_is_not_there_is_told_in_one_line() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+    done = run("bench", "serve", "--port", str(port), "--num-prompts", "1")
+    assert done.code == 1
+    assert f"no model at http://127.0.0.1:{port}" in done.err
+    assert "pw serve MODEL" in done.err
+
+
+def test_bench_without_a_command_compares() -> None:
+    done = run("bench", "--help")
+    assert all(name in done.out for name in ("throughput", "latency", "serve", "squeeze"))
+    alone = run("bench", "nowhere/at-all.pw")
+    assert alone.code != 0
+    assert "nowhere/at-all.pw" in alone.err
