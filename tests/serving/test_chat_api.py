@@ -7,7 +7,10 @@ import asyncio
 import openai
 import pytest
 
-from tests.serving.fakes import STORY
+from pw.models.resolve import resolve_model
+from pw.models.tokenizer import load_tokenizer
+from tests.serving.conftest import serving
+from tests.serving.fakes import STORY, FakeEngine
 
 ASK = [{"role": "user", "content": "lazy dog,"}]
 
@@ -151,3 +154,67 @@ def test_template_keywords_cannot_reach_past_the_template(served, name):
         served.openai.chat.completions.create(
             model="fake", messages=ASK, extra_body={"chat_template_kwargs": {name: "x"}}
         )
+
+
+@pytest.fixture(scope="module")
+def templated():
+    """The bundled model's tokenizer, whose template tests replace, before a fake engine."""
+    with serving(FakeEngine(), load_tokenizer(resolve_model("tiny"))) as running:
+        yield running
+
+
+MIXTRAL = """{{ bos_token }}{% for m in messages %}
+{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}
+{{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}
+{% endif %}{{ m['content'] }}{% endfor %}"""
+GEMMA = """{% if messages[0]['role'] == 'system' %}
+{{ raise_exception('System role not supported') }}{% endif %}{{ messages[0]['content'] }}"""
+SYSTEM = {"role": "system", "content": "be brief"}
+USER = {"role": "user", "content": "hi"}
+ASSISTANT = {"role": "assistant", "content": "hello"}
+TOOL = {"role": "tool", "content": "5", "tool_call_id": "a"}
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "sentence"),
+    [
+        (MIXTRAL, [SYSTEM, USER], "roles must alternate"),
+        (MIXTRAL, [USER, USER], "roles must alternate"),
+        (MIXTRAL, [ASSISTANT, USER], "roles must alternate"),
+        (MIXTRAL, [USER, TOOL, USER], None),
+        (MIXTRAL, [USER, ASSISTANT, TOOL], "roles must alternate"),
+        (GEMMA, [SYSTEM, USER], "System role not supported"),
+        (GEMMA, [{"role": "developer", "content": "x"}, USER], "System role not supported"),
+        (GEMMA, [USER, USER], None),
+        (None, [USER], "no chat template"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_templates_refuse_in_their_own_words(templated, template, messages, sentence, stream):
+    templated.context.encoder._tokenizer.inner.chat_template = template
+    body = {"messages": messages, "max_tokens": 1, "stream": stream}
+    answer = templated.http.post("/v1/chat/completions", json=body)
+    if sentence is None:
+        assert answer.status_code == 200, answer.text
+        return
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert sentence in error["message"]
+    assert "hint" in error["message"]
+    assert error["param"] == "messages"
+
+
+@pytest.mark.parametrize("role", ["nobody", "", "function", None, 5])
+def test_unknown_roles(served, role):
+    body = {"messages": [{"role": role, "content": "1"}]}
+    answer = served.http.post("/v1/chat/completions", json=body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "messages")
+
+
+@pytest.mark.parametrize("text", ["1 2", None])
+def test_nulls_are_as_good_as_absent(served, text):
+    served.engine.calls.clear()
+    names = ("stop", "seed", "tools", "logprobs", "stream", "n", "response_format", "logit_bias")
+    body = {"messages": [{"role": "user", "content": "1"}, {"role": "assistant", "content": text}]}
+    body |= dict.fromkeys(names) | {"max_tokens": 1, "min_tokens": None, "ignore_eos": None}
+    assert served.http.post("/v1/chat/completions", json=body).status_code == 200
