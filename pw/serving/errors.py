@@ -53,7 +53,13 @@ def error_body(error: Exception) -> dict[str, Any]:
     else:
         text = "internal error"
         fields = {"type": "server_error", "param": None, "code": "server_error"}
-    return {"error": {"message": text[:MAX_MESSAGE_CHARS], **fields}}
+    return {"error": {"message": _one_line(text[:MAX_MESSAGE_CHARS]), **fields}}
+
+
+def _one_line(text: str) -> str:
+    """The text without line breaks and control characters, which a client may have brought."""
+    words = " ".join(text.split())
+    return "".join(mark if mark.isprintable() else "\ufffd" for mark in words)
 
 
 def error_response(
