@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from pw.engine.request import RequestOutput, SamplingParams
@@ -78,6 +78,7 @@ def score_pairs(
 ) -> list[Score]:
     """Score every pair; the engine has no other requests.
 
+    Pairs that follow each other with the same context share its KV where prefixes are cached.
     A context that is too long loses tokens at its beginning.
 
     Args:
@@ -91,10 +92,14 @@ def score_pairs(
         PwError: The engine failed on a pair, or a continuation alone is too long.
     """
     prompts = [cut_context(pair, max_model_len) for pair in pairs]
+    params = [
+        replace(_SCORE, prompt_logprobs_start=len(prompt) - len(pair.continuation))
+        for prompt, pair in zip(prompts, pairs, strict=True)
+    ]
     found: dict[int, Score] = {}
     parts: dict[int, list[RequestOutput]] = {}
     for index, output in run_in_flight(
-        engine, prompts, _SCORE, concurrency=concurrency, what="item"
+        engine, prompts, params, concurrency=concurrency, what="item"
     ):
         parts.setdefault(index, []).append(output)
         if output.finish_reason is not None:

@@ -35,14 +35,14 @@ class Point:
 def frontier(points: Sequence[Point], size_label: str, loss_label: str) -> Figure:
     """Quality over memory, one line for each series; the loss axis is logarithmic.
 
-    Where an interval reaches zero or below its bar goes to the bottom of the picture.
+    Where an interval reaches zero or below its bar goes to the bottom of the picture. Losses are
+    positive.
     """
     figure = Figure(figsize=(8.0, 4.6), layout="constrained")
     axes = figure.subplots()
-    shown = [point for point in points if point.mean > 0]
-    bottom = min((point.mean for point in shown), default=1e-3) / 3
-    for place, series in enumerate(dict.fromkeys(point.series for point in shown)):
-        mine = sorted((p for p in shown if p.series == series), key=lambda p: p.size)
+    bottom = min(point.mean for point in points) / 3
+    for place, series in enumerate(dict.fromkeys(point.series for point in points)):
+        mine = sorted((p for p in points if p.series == series), key=lambda p: p.size)
         colour = FAINT if place == 0 else _COLOURS[(place - 1) % len(_COLOURS)]
         below = [p.mean - max(p.low, bottom * 0.5) for p in mine]
         axes.errorbar(
@@ -82,12 +82,14 @@ def frontier(points: Sequence[Point], size_label: str, loss_label: str) -> Figur
 def frontier_points(described: Mapping[str, Any], measure: str) -> list[Point]:
     """Points of all rows: `measure` is `kl` or `nll` (over the reference).
 
+    A row without a loss has none: it has no place on a logarithmic axis.
+
     Policies of one width are the first series; every kind of other policy is one of its own.
     """
     points = []
     for row in scored(described):
         value = row["kl"] if measure == "kl" else (row["against_reference"] or {}).get("nll")
-        if value is None:
+        if value is None or value["mean"] <= 0:
             continue
         kind, _, argument = row["policy"].partition(":")
         uniform = kind == "static" and argument.isdigit()
