@@ -142,6 +142,47 @@ def paged_attention(
     )
 
 
+def attention_scratch_bytes(
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    heads: int,
+    kv_heads: int,
+    key_size: int,
+    value_size: int,
+    tokens: int,
+    context: int,
+    backend: str = "auto",
+) -> int:
+    """Bytes that `paged_attention` takes at most beside its arguments and its result.
+
+    Args:
+        device: Of the tensors.
+        dtype: Of keys and values.
+        heads: Hq.
+        kv_heads: Hkv.
+        key_size: Dk.
+        value_size: Dv.
+        tokens: T at most.
+        context: Tokens of the longest sequence.
+        backend: As for `paged_attention`.
+    """
+    sizes = (key_size, value_size)
+    fits_numba = dtype in _KV_DTYPES and all(size % _VECTOR == 0 for size in sizes)
+    fits_triton = max(sizes) <= _WIDEST_HEAD and dtype.is_floating_point
+    name = _choose(backend, device, "attention", fits_numba=fits_numba, fits_triton=fits_triton)
+    if name == "numba":  # scores of one query on each thread
+        return 4 * heads * (context + 2 * _VECTOR) * torch.get_num_threads()
+    if name == "triton":  # parts of every query, as far as they are taken at all
+        module = _module("triton_attention")
+        assert module is not None
+        parts = -(-context // module.SPLIT_KEYS) + 1  # block tables end with a page
+        return min(module.WORKSPACE_BYTES, 4 * tokens * heads * parts * (value_size + 2))
+    # Keys and values in fp32, once as stored and once for every head; four copies of the scores.
+    gathered = (2 * kv_heads + heads) * (key_size + value_size)
+    return 4 * context * (gathered + 4 * heads * tokens)
+
+
 def write_kv(
     k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor, *, backend: str = "auto"
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 
 import numpy as np
 import torch
@@ -17,6 +18,7 @@ from pw.memory.budget import Demand, workspace_bytes
 from pw.memory.mover import CHUNK_BYTES
 from pw.models.skeleton import Skeleton
 from pw.planning.bits_file import read_bits
+from pw_kernels.dispatch import attention_scratch_bytes
 
 
 def budget_of(config: EngineConfig, device: torch.device) -> int:
@@ -43,6 +45,7 @@ def demand_of(
         ConfigError: Widths or a context that the model does not have.
     """
     low, high = _bounds(source, config)
+    kv_dtype = dtype_of(config.kv_cache_dtype, skeleton.dtype)
     stated = config.max_model_len or skeleton.max_model_len
     if stated > skeleton.max_model_len:
         raise ConfigError(
@@ -65,12 +68,11 @@ def demand_of(
     return Demand(
         geometry=source.geometry,
         kv=skeleton.kv,
-        kv_dtype=dtype_of(config.kv_cache_dtype, skeleton.dtype),
+        kv_dtype=kv_dtype,
         dense=skeleton.dense_bytes,
         experts_dense=sum(t.numel() * t.element_size() for pair in dense or () for t in pair),
         workspace=workspace,
-        # scores of one query on each thread
-        context_scratch=4 * skeleton.model.config.num_attention_heads * torch.get_num_threads(),
+        context_scratch=partial(_attention_scratch, skeleton, kv_dtype, config),
         least_bits=low,
         most_bits=high,
         stored_bits=(source.min_bits, source.max_bits),
@@ -78,6 +80,26 @@ def demand_of(
         max_num_seqs=config.max_num_seqs,
         chunk_tokens=config.max_num_batched_tokens,
         page_bytes=config.page_bytes,
+    )
+
+
+def _attention_scratch(
+    skeleton: Skeleton, dtype: torch.dtype, config: EngineConfig, context: int
+) -> int:
+    """Bytes of scratch that attention over a context takes in the layer that takes most."""
+    shapes = {(layer.kv_heads, layer.k_dim, layer.v_dim) for layer in skeleton.kv.layers}
+    return max(
+        attention_scratch_bytes(
+            skeleton.device,
+            dtype,
+            heads=int(skeleton.model.config.num_attention_heads),
+            kv_heads=kv_heads,
+            key_size=key_size,
+            value_size=value_size,
+            tokens=config.max_num_batched_tokens,
+            context=context,
+        )
+        for kv_heads, key_size, value_size in shapes
     )
 
 

@@ -147,15 +147,15 @@ class Scheduler:
 
     def _find_prefix(self, sequence: Sequence) -> PrefixMatch:
         """What need not be computed; the last token is always, for the logits after it."""
-        prefix, params = self._kv.prefix, sequence.params
-        scored = params.prompt_logprobs is not None and sequence.seen < len(sequence.prompt)
-        if prefix is None or scored:  # log-probabilities take all logits of the prompt
+        prefix, params, needed = self._kv.prefix, sequence.params, sequence.length - 1
+        if prefix is None:
             return PrefixMatch()
+        if params.prompt_logprobs is not None and sequence.seen < len(sequence.prompt):
+            needed = max(0, params.prompt_logprobs_start - 1)  # from there on for theirs
         if sequence.chain is None:
             sequence.chain = prefix.chain()
         sequence.chain.extend(sequence.tokens, sequence.length)
-        most = (sequence.length - 1) // self._kv.unit
-        digests = sequence.chain.digests[:most]
+        digests = sequence.chain.digests[: min(needed, sequence.length - 1) // self._kv.unit]
         return prefix.match(digests, self._precision(), params.min_bits)
 
     def _let_in(self, sequence: Sequence, match: PrefixMatch) -> None:

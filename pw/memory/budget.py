@@ -6,6 +6,7 @@ Everything is charged: what no line of this plan names may not be allocated in a
 from __future__ import annotations
 
 import bisect
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -62,7 +63,7 @@ class Demand:
     dense: int  # bytes of weights that are never quantized
     experts_dense: int  # bytes of unquantized experts; their planes are then not loaded
     workspace: int  # scratch of a step, whatever the length of its sequences
-    context_scratch: int  # ... and for each token of the longest sequence
+    context_scratch: Callable[[int], int]  # ... and with so many tokens in the longest sequence
     least_bits: NDArray[np.int64]  # [n] narrowest widths that the policy can reach, by block index
     most_bits: NDArray[np.int64]  # [n] widest
     stored_bits: tuple[int, int]  # least and most bits in the artifact
@@ -199,7 +200,7 @@ def _kv_pages(demand: Demand, page: int, tokens: int) -> int:
 
 
 def _workspace(demand: Demand, tokens: int) -> int:
-    return demand.workspace + demand.context_scratch * tokens
+    return demand.workspace + demand.context_scratch(tokens)
 
 
 def _kv_table_bytes(demand: Demand, page: int, tokens: int) -> int:

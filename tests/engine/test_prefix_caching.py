@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +120,16 @@ def test_scored_prompts_are_computed_whole_but_leave_their_pages(qwen: tuple[Any
     assert again == first
     assert engine.status().prefix_cache_hits == 0
     assert serve(engine, [prompt])[0].cached_tokens == 48
+    # Choices of one context: what stands before the first scored token need not be computed.
+    for start, reused in ((50, 48), (49, 48), (48, 32), (17, 16), (16, 0), (1, 0)):
+        part = replace(scoring, prompt_logprobs_start=start)
+        engine.add_request("part", prompt, part)
+        (output,) = engine.step() or engine.step()
+        assert output.cached_tokens == reused
+        assert output.prompt_logprobs[:start] == (None,) * start
+        found = [entry.logprob for entry in output.prompt_logprobs[start:] if entry]
+        expected = [entry.logprob for entry in first.prompt_logprobs[start:] if entry]
+        assert found == pytest.approx(expected, abs=1e-5)
 
 
 def test_a_request_may_demand_that_its_prefix_was_computed_well(qwen: tuple[Any, Path]) -> None:
