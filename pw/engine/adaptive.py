@@ -73,9 +73,10 @@ class AdaptivePrecision(PrecisionBase):
         freed, failures = 0, -1
         while freed < pages and failures != self.failures:
             failures = self.failures
-            state = self._state(hard=last_resort)
-            target = (pages - freed) * self._page_bytes
-            found = plan(state, target, method=self._config.planner, protected=recent)
+            with self._planning():
+                state = self._state(hard=last_resort)
+                target = (pages - freed) * self._page_bytes
+                found = plan(state, target, method=self._config.planner, protected=recent)
             if not found.moves:
                 break
             freed += sum(self._try_reduce(move, reason, last_resort) for move in found.moves)
@@ -132,7 +133,8 @@ class AdaptivePrecision(PrecisionBase):
 
     def _reload(self, pages: int, reason: str) -> bool:
         """Start raises worth so many pages. False when no block's next plane fits."""
-        found = plan_reload(self._state(hard=False), pages * self._page_bytes)
+        with self._planning():
+            found = plan_reload(self._state(hard=False), pages * self._page_bytes)
         started = [move for move in found.moves if self._start_raise(move, reason)]
         if started:
             taken = sum(len(self._table.in_transfer[move.block].pages) for move in started)
@@ -147,7 +149,8 @@ class AdaptivePrecision(PrecisionBase):
         """Let planes change hands at constant bytes where routing or prompts have moved on."""
         self._rebalanced_at = self._turn
         bytes_at_most = self._config.transfer_budget_bytes // 4
-        trade = rebalance(self._state(hard=False), bytes_at_most)
+        with self._planning():
+            trade = rebalance(self._state(hard=False), bytes_at_most)
         if trade is None:
             return
         free = self._pool.free_count

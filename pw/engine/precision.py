@@ -7,8 +7,12 @@ the trace with its reason. `pw.engine.adaptive` is the policy that moves planes 
 from __future__ import annotations
 
 import logging
-from collections import deque
+import time
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Protocol
 
 import numpy as np
@@ -35,7 +39,10 @@ class Precision(Relief, Protocol):
     bytes_reloaded: int
     transitions: int
     moves: int  # raises that landed
+    move_seconds: float  # of those, from their start to their commit
     plans: int
+    plans_by_trigger: Mapping[str, int]
+    plan_seconds: float  # in the planner
     failures: int  # transfers that failed; the old width stayed
 
     @property
@@ -63,6 +70,8 @@ class FixedPrecision:
     pending = False
     history: tuple[dict[str, object], ...] = ()
     bytes_released = bytes_reloaded = transitions = moves = plans = failures = 0
+    move_seconds = plan_seconds = 0.0
+    plans_by_trigger: Mapping[str, int] = MappingProxyType({})
 
     def release(self, pages: int, reason: str, *, last_resort: bool = False) -> int:
         """See `pw.engine.scheduler.Relief`."""
@@ -98,6 +107,9 @@ class PrecisionBase:
         self._rests_until = np.zeros(table.geometry.blocks, dtype=np.int64)  # turn
         self.bytes_released = self.bytes_reloaded = 0
         self.transitions = self.moves = self.plans = self.failures = 0
+        self.plans_by_trigger: Counter[str] = Counter()
+        self.plan_seconds = self.move_seconds = 0.0
+        self._begun: dict[int, float] = {}  # block in transfer -> monotonic seconds
 
     @property
     def pending(self) -> bool:
@@ -151,6 +163,7 @@ class PrecisionBase:
             self._table.cancel_raise(index)
             self._table.commit_raise(index)
             raise
+        self._begun[index] = time.monotonic()
         self._log("begin_raise", index, move.from_bits, to_bits, len(move.pages), damage, reason)
 
     def _cancel_raise(self, index: int, reason: str) -> None:
@@ -163,9 +176,11 @@ class PrecisionBase:
             move = self._table.in_transfer[index]
             free = self._pool.free_count
             bits = self._table.commit_raise(index)
+            seconds = time.monotonic() - self._begun.pop(index)
             if bits == move.to_bits:
                 self.transitions += 1
                 self.moves += 1
+                self.move_seconds += seconds
                 self.bytes_reloaded += len(move.pages) * self._page_bytes
             pages = self._pool.free_count - free
             self._log("commit_raise", index, move.from_bits, bits, pages, 0.0, reason)
@@ -186,8 +201,16 @@ class PrecisionBase:
             reason=reason,
         )
 
+    @contextmanager
+    def _planning(self) -> Iterator[None]:
+        """Count the time in the planner."""
+        begin = time.perf_counter()
+        yield
+        self.plan_seconds += time.perf_counter() - begin
+
     def _note_plan(self, reason: str, moves: tuple[Move, ...], pages: int, wanted: int) -> None:
         self.plans += 1
+        self.plans_by_trigger[reason] += 1
         record: dict[str, object] = {
             "step": self._step,
             "reason": reason,

@@ -199,7 +199,7 @@ class EngineStatus:
     plans: int = 0
     plans_by_trigger: dict[str, int] = field(default_factory=dict)
     plan_seconds_total: float = 0.0
-    move_seconds_total: float = 0.0  # during which planes were under way
+    move_seconds_total: float = 0.0  # of all raises that landed, from start to commit
     moves: int = 0  # raises that landed
     experts_never_routed: int | None = None  # since the start; None: nobody counts
     steps_by_tokens: dict[int, int] = field(default_factory=dict)  # most tokens (2^n) -> steps

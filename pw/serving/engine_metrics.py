@@ -77,7 +77,9 @@ class EngineCollector(Collector):
             "Prompt tokens looked up in the prefix cache",
             status.prefix_cache_queries,
         )
-        yield self._counter("prefix_cache_hits", "... and found there", status.prefix_cache_hits)
+        yield self._counter(
+            "prefix_cache_hits", "Prompt tokens found in the prefix cache", status.prefix_cache_hits
+        )
         yield self._counter(
             "nonfinite_logits", "Sequences failed by NaN or infinite logits", status.nonfinite
         )

@@ -55,3 +55,7 @@ def test_raises_that_landed(qwen: tuple[Any, Path]) -> None:
     after = engine.status()
     assert after.mean_bits == 6 > before.mean_bits
     assert after.moves - before.moves == after.transitions - before.transitions > 0
+    assert after.move_seconds_total > before.move_seconds_total
+    assert sum(after.plans_by_trigger.values()) == after.plans
+    assert {"idle", "kv_pressure"} <= set(after.plans_by_trigger)
+    assert 0 < before.plan_seconds_total < after.plan_seconds_total
