@@ -78,3 +78,7 @@ class RequestError(PwError):
         self.code = code
         self.param = param
         self.status = status
+
+
+class EngineLostError(RuntimeError):
+    """A step's last word: the engine is beyond help, nothing that it computes can be relied on."""

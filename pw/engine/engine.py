@@ -12,6 +12,7 @@ Between two steps nothing reads the arena: that is where bits may change.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Sequence as Seq
@@ -19,14 +20,12 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from pw.config import EngineConfig
 from pw.engine.admission import Admission
 from pw.engine.build import Parts, build_parts
 from pw.engine.completion import Completion, complete
+from pw.engine.computing import Computed, StepComputer
 from pw.engine.grammar_queue import GrammarQueue
-from pw.engine.logprobs import score
 from pw.engine.outputs import Widths, accept_token, finish_without_token
 from pw.engine.policy import switch_policy
 from pw.engine.request import (
@@ -41,7 +40,10 @@ from pw.engine.sampler import Sampler
 from pw.engine.sequence import Chunk, Sequence
 from pw.engine.status import Counters, precision_map, snapshot
 from pw.engine.wire import EngineInfo
+from pw.errors import RequestError
 from pw.models.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
 
 _WAIT_SECONDS = 0.005  # for a grammar when there is nothing else to do
 
@@ -59,7 +61,8 @@ class Engine:
         self._eos = frozenset(parts.tokenizer.eos_token_ids)
         self._admission = Admission(parts, config)
         self._grammars = GrammarQueue(parts.tokenizer, parts.tokenizer.vocab_size)
-        self._sampler = Sampler(parts.tokenizer.vocab_size, self._eos)
+        sampler = Sampler(parts.tokenizer.vocab_size, self._eos)
+        self._computer = StepComputer(parts.runner, sampler, parts.quality)
         self._sequences: dict[str, Sequence] = {}
         self._counters = Counters()
         self._step = self._turn = self._generated = 0
@@ -121,10 +124,8 @@ class Engine:
             code: Goes into `error_code`.
         """
         with self._books:
-            return [
-                self._end(sequence, "error", error, code)
-                for sequence in list(self._parts.scheduler.running)
-            ]
+            running = list(self._parts.scheduler.running)
+            return [self._end(sequence, "error", error, code) for sequence in running]
 
     def waits(self, request_id: str) -> bool:
         """Whether a request is in the queue and nothing of it has been computed yet."""
@@ -155,19 +156,13 @@ class Engine:
             if self._grammars and not outputs:
                 self._grammars.wait(_WAIT_SECONDS)
             return outputs
-        self._open_statistics(chunks)
-        ready = [chunk.sequence for chunk in chunks if chunk.samples]
-        with parts.runner.threads_for(chunks):
-            logits, prompt_logprobs = parts.runner.run(chunks)
-            tokens = self._sampler.choose(ready, logits)
+        computed = self._computer.run(chunks)
         with self._books:
-            for chunk in chunks:
-                self._book(chunk, prompt_logprobs.get(chunk))
-            outputs += map(self._take_in, ready, tokens, logits)
+            outputs += self._take_step_in(computed)
             if parts.quality is not None:
                 parts.quality.after_step(parts.scheduler.running)
             self._step += 1
-            self._counters.count_step(sum(chunk.count for chunk in chunks))
+            self._counters.count_step(sum(chunk.count for chunk in computed.chunks))
             self._last_step_time = time.monotonic()
         return outputs
 
@@ -313,28 +308,39 @@ class Engine:
                 outputs.append(self._end(sequence, "error", str(error), error.code))
         return outputs
 
-    def _open_statistics(self, chunks: list[Chunk]) -> None:
-        """Begin the statistics of prompts that begin, or begin again after a preemption."""
-        quality = self._parts.quality
-        for chunk in chunks:
-            if quality is not None:
-                quality.open_prompt(chunk.sequence, chunk.start)
+    def _take_step_in(self, computed: Computed) -> list[RequestOutput]:
+        """Book a step; what it adds to each sequence that was at its end."""
+        for chunk in computed.chunks:
+            self._parts.scheduler.book(chunk)
+            scored = computed.scored.get(chunk, [])
+            self._counters.prompt_tokens += chunk.sequence.see(chunk.start + chunk.count, scored)
+            if self._parts.quality is not None:
+                self._parts.quality.close_prompt(chunk.sequence, self._parts.kv)
+        outputs = list(map(self._take_in, computed.ready, computed.tokens, computed.logprobs))
+        for sequence, error in computed.failed:
+            outputs.append(self._end(sequence, "error", error, "engine_failed"))
+        return outputs
 
-    def _take_in(self, sequence: Sequence, token: int | None, logits: Tensor) -> RequestOutput:
-        """Book what a step gave a sequence that was at its end: logits [V]."""
+    def _take_in(
+        self, chunk: Chunk, token: int | None, logprob: TokenLogprob | None
+    ) -> RequestOutput:
+        """Book the next token of a sequence."""
+        sequence = chunk.sequence
         if token is None:
             self._counters.nonfinite += 1
+            place = self._parts.runner.first_not_finite(chunk)
+            logger.error("request %s: logits are not finite: %s", sequence.request_id, place)
             error = "the model gave logits that are not finite"
             return self._end(sequence, "error", error, "nonfinite")
         if sequence.max_tokens == 0:
             return self._end(sequence, "length")
-        if sequence.grammar is not None and not sequence.grammar.accept(token):
-            error = "no token of this model continues the grammar"
-            return self._end(sequence, "error", error, "invalid_grammar")
-        count, logprob = sequence.params.logprobs, None
-        if count is not None:
-            logprob = score(logits[None], [token], [count], self.tokenizer.vocab_size)[0]
-        output = accept_token(sequence, token, logprob, self._eos, self._widths())
+        try:
+            output = accept_token(sequence, token, logprob, self._eos, self._widths())
+        except RequestError as refused:
+            return self._end(sequence, "error", refused.message, refused.code)
+        except Exception as error:
+            logger.exception("request %s: a token could not be taken in", sequence.request_id)
+            return self._end(sequence, "error", type(error).__name__, "engine_failed")
         self._counters.generation_tokens += 1
         if output.finish_reason is not None:
             self._counters.count(output.finish_reason)
@@ -352,14 +358,6 @@ class Engine:
         self._counters.count(reason)
         self._forget(sequence, keep=reason != "error")
         return finish_without_token(sequence, reason, self._widths(), error, code)
-
-    def _book(self, chunk: Chunk, logprobs: list[TokenLogprob] | None) -> None:
-        """The tokens of a chunk are in the cache now."""
-        self._parts.scheduler.book(chunk)
-        end = chunk.start + chunk.count
-        self._counters.prompt_tokens += chunk.sequence.see(end, logprobs or [])
-        if self._parts.quality is not None:
-            self._parts.quality.close_prompt(chunk.sequence, self._parts.kv)
 
     def _forget(self, sequence: Sequence, *, keep: bool = True) -> None:
         self._grammars.drop(sequence)

@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pw.engine.request import RequestOutput, SamplingParams
+from pw.errors import EngineLostError as EngineLostError
 
 if TYPE_CHECKING:
     from pw.engine.engine import Engine
@@ -22,10 +23,6 @@ logger = logging.getLogger(__name__)
 FAILURES_IN_A_ROW = 3  # the last of so many steps that raise ends the engine
 IDLE_SECONDS = 0.2  # between turns of an engine that has nothing to do
 _PENDING_SECONDS = 0.02  # between safe points while planes come back to an idle engine
-
-
-class EngineLostError(RuntimeError):
-    """A step's last word: the engine is beyond help, nothing that it computes can be relied on."""
 
 
 class EngineLoop:

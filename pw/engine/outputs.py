@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from pw.engine.request import FinishReason, RequestOutput, TokenLogprob
 from pw.engine.sequence import Sequence
+from pw.errors import RequestError
 
 
 class Widths(NamedTuple):
@@ -24,8 +25,16 @@ def accept_token(
     eos_token_ids: frozenset[int],
     widths: Widths,
 ) -> RequestOutput:
-    """Append a sampled token to its sequence and say what is new."""
+    """Append a sampled token to its sequence and say what is new.
+
+    Raises:
+        RequestError: The sequence's grammar has no place for it.
+    """
     params = sequence.params
+    if sequence.grammar is not None and not sequence.grammar.accept(token):
+        raise RequestError(
+            "no token of this model continues the grammar", code="invalid_grammar", param="grammar"
+        )
     sequence.output.append(token)
     complete = sequence.grammar is not None and sequence.grammar.ended
     is_eos = token in eos_token_ids and (complete or not params.ignore_eos)

@@ -97,6 +97,10 @@ class Quality:
         etas = [seq.eta for seq in live if seq.eta is not None]
         self._eta = merge(etas, [seq.remaining + _LIVE for seq in live])
 
+    def drop_step(self) -> None:
+        """Forget what a step that broke has counted."""
+        self._counter.take()
+
     def state(self, bits: NDArray[np.int64], ceil: NDArray[np.int64]) -> PlannerState:
         """The planner's view of now: committed bits [n] and most bits [n]."""
         return self._model.state(bits, ceil, self._routing.mass(), self._eta)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from pw.engine.context import StepBatch
+from pw.engine.diagnosis import FiniteWatch
 from pw.engine.experts import RoutedExperts
 from pw.engine.logprobs import score
 from pw.engine.request import TokenLogprob
@@ -16,6 +18,8 @@ from pw.engine.sequence import Chunk
 from pw.memory.budget import SCORED_ROWS
 from pw.memory.kv_cache import KvCache
 from pw.models.skeleton import Skeleton
+
+logger = logging.getLogger(__name__)
 
 PromptLogits = Callable[[str, int, Tensor], None]
 """Gets a request's id, the index of the prompt token that row 0 predicts, and logits [n, V]."""
@@ -85,6 +89,21 @@ class ModelRunner:
             counts = [params.prompt_logprobs or 0] * len(targets)
             scored += score(logits, targets, counts, self._vocabulary)
         return scored
+
+    @torch.inference_mode()
+    def first_not_finite(self, chunk: Chunk) -> str:
+        """Where the numbers of a chunk stop being finite, for the log. Computes it again."""
+        watch = FiniteWatch(self._experts, self._skeleton.geometry)
+        self._skeleton.bind_experts(watch)
+        try:
+            batch = StepBatch([chunk], self._kv, self._skeleton.device)
+            keep = torch.tensor([chunk.count - 1], device=self._skeleton.device)
+            self._skeleton.hidden(batch.input_ids, batch.positions, batch, keep)
+        except Exception:
+            logger.exception("the place where numbers stop being finite was not found")
+        finally:
+            self._skeleton.bind_experts(self._experts)
+        return watch.found or "behind the layers"
 
     @contextmanager
     def threads_for(self, chunks: list[Chunk]) -> Iterator[None]:

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from pw.engine.grammar import constrain
+from pw.engine.logprobs import score
 from pw.engine.outputs import blocked_tokens
 from pw.engine.processors import bias, block, penalize
+from pw.engine.request import TokenLogprob
 from pw.engine.sampling import sample
 from pw.engine.sequence import Sequence
 
@@ -42,6 +44,24 @@ class Sampler:
             [seq.generator if ok else None for seq, ok in zip(ready, finite, strict=True)],
         ).tolist()
         return [token if ok else None for token, ok in zip(tokens, finite, strict=True)]
+
+    def score(
+        self, ready: Seq[Sequence], logits: Tensor, tokens: Seq[int | None]
+    ) -> list[TokenLogprob | None]:
+        """Log-probabilities of chosen tokens where they are wanted, from the model's own logits."""
+        rows = [
+            row
+            for row, (sequence, token) in enumerate(zip(ready, tokens, strict=True))
+            if token is not None and sequence.params.logprobs is not None
+        ]
+        scored: list[TokenLogprob | None] = [None] * len(ready)
+        if rows:
+            chosen = [token for row in rows if (token := tokens[row]) is not None]
+            counts = [ready[row].params.logprobs or 0 for row in rows]
+            entries = score(logits[rows], chosen, counts, self._vocabulary)
+            for row, entry in zip(rows, entries, strict=True):
+                scored[row] = entry
+        return scored
 
     def _changed(self, ready: Seq[Sequence], logits: Tensor) -> Tensor:
         """The logits after everything but temperature, in a copy if anything changes them."""
