@@ -9,7 +9,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install check test test-gpu bench demo run sizes clean
+.PHONY: help install check test test-gpu bench demo report run sizes clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
@@ -40,6 +40,13 @@ bench: $(STAMP)  ## Speed: calibration, planner, tokens/s beside transformers
 
 demo: $(STAMP)  ## The main job: calibrate, serve under a tight budget, watch the pages move
 	$(BIN)/python -m pw.evaluation.demo
+
+TRACE ?=  # a --precision-trace of the same artifact, such as artifacts/demo/trace.jsonl
+report: $(STAMP)  ## Quality of the bundled model at equal bytes: artifacts/report/report.html
+	$(BIN)/pw eval tiny --policies dense,static:2..6,adaptive \
+		--memory-budgets static:3,static:4,static:5 --seqlen 512 --max-chunks 48 \
+		--tasks tracking,sequence,comparison --limit 50 \
+		--output artifacts/report $(if $(strip $(TRACE)),--trace $(TRACE))
 
 RECIPE ?= pipelines/recipes/tiny.toml
 run: $(STAMP)  ## Make and score an artifact: make run RECIPE=... [MODEL=folder]
