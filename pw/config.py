@@ -48,8 +48,11 @@ class QuantizeConfig:
     max_bits: int | None = None  # None = auto: widest whose real bytes stay below the dense weights
     calibration: CalibrationConfig = field(default_factory=CalibrationConfig)
     strict_coverage: bool = False
+    codebook: str = "joint"  # "joint": all widths under the full Hessian; "kmeans": its start alone
 
     def __post_init__(self) -> None:
+        if self.codebook not in ("joint", "kmeans"):
+            raise ConfigError(f"codebook must be `joint` or `kmeans`: `{self.codebook}`")
         if self.min_bits not in (2, 3):
             raise ConfigError(f"min_bits must be 2 or 3: {self.min_bits}")
         if self.max_bits is not None and not self.min_bits <= self.max_bits <= 8:

@@ -2,8 +2,8 @@
 
 Streams one (layer, module) at a time from the checkpoint; killed at any moment it goes on at the
 first unfinished one and the same bytes result. Several ranks read a part of the text each, then fit
-a share of the (layer, module) pairs each; the first one publishes. The maths is in `codebook`, the
-files in `pw.store`.
+a share of the (layer, module) pairs each; the first one publishes. The maths is in `codebook` and
+`refit`, the files in `pw.store`.
 
 Axes: E experts, N rows, K columns, B planes.
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -33,10 +33,12 @@ from pw.store.writer import ArtifactWriter
 from pw_kernels.bitplane import bit_reverse_lut, lut_bytes, pack_planes, plane_bytes
 from pw_pipelines.calibration import CalibrationSet, calibration_set
 from pw_pipelines.codebook import fit_codebook
+from pw_pipelines.hessians import read_hessians
 from pw_pipelines.moments import Moments, measure_moments, report_coverage
 from pw_pipelines.observation import ObservedModel
 from pw_pipelines.progress import Progress
 from pw_pipelines.ranks import ALONE, Ranks
+from pw_pipelines.refit import refit
 from pw_pipelines.savepoint import Savepoint
 
 RECIPE = "recipe.toml"  # its name in an artifact
@@ -102,7 +104,7 @@ def run(
     with _open_together(open_writer, overwrite, ranks) as writer:
         moments = _moments(writer, checkpoint, samples, config, progress, device, ranks)
         report_coverage(moments, progress, strict=config.strict_coverage)
-        _write_blocks(writer, checkpoint, moments, progress, device, ranks)
+        _write_blocks(writer, checkpoint, samples, moments, config, progress, device, ranks)
         if ranks.first:
             _write_rest(writer, checkpoint, recipe)
             report = {"coverage": moments.counts(), "tokens": samples.windows.numel()}
@@ -128,6 +130,7 @@ def quantize_settings(config: QuantizeConfig, samples: CalibrationSet) -> dict[s
     return {
         "min_bits": config.min_bits,
         "max_bits": config.max_bits,
+        "codebook": config.codebook,
         "calibration": config.calibration,
         "calibration_tokens": samples.digest,
     }
@@ -172,12 +175,15 @@ def quantize_blocks(
     min_bits: int,
     max_bits: int,
     lut_dtype: torch.dtype,
+    hessians: Tensor | None = None,  # [E, K, K]; None: inputs count as uncorrelated
 ) -> tuple[Tensor, dict[int, Tensor]]:
     """Planes [E, B, tiles, 128] int32 and LUTs {b: [E, N, 2^b]} in kernel order of some experts."""
     experts, rows, cols = weights.shape
     book = fit_codebook(
         weights.flatten(0, 1), moments.repeat_interleave(rows, 0), min_bits, max_bits, lut_dtype
     )
+    if hessians is not None:
+        book = refit(book, weights, hessians).book
     planes = pack_planes(book.codes.view(experts, rows, cols), max_bits)
     luts = {b: bit_reverse_lut(lut).view(experts, rows, -1) for b, lut in book.luts.items()}
     return planes, luts
@@ -234,23 +240,38 @@ def _moments(
 def _write_blocks(
     writer: ArtifactWriter,
     checkpoint: Checkpoint,
+    samples: CalibrationSet,
     moments: Moments,
+    config: QuantizeConfig,
     progress: Progress,
     device: str,
     ranks: Ranks,
 ) -> None:
     """Blocks; each rank fits its share of those that are not done."""
-    geometry = checkpoint.geometry
+    geometry, device = checkpoint.geometry, ranks.device(device)
     work = [(layer, module) for layer in geometry.layers for module in MODULES]
     left = [pair for pair in work if not writer.done(*pair)]
-    mine = ranks.own([float(geometry.shape(module).weights) for _, module in left])
-    total = (len(work) - len(left) + len(mine)) * geometry.experts
-    with progress.stage("quantize", total, "blocks") as advance:
-        advance((len(work) - len(left)) * geometry.experts)
-        for layer, module in (left[index] for index in sorted(mine)):
-            planes, luts = _fit(writer, checkpoint, moments, layer, module, ranks.device(device))
-            writer.write_blocks(layer, module, planes, luts)
-            advance(geometry.experts)
+    own = ranks.own([float(geometry.shape(module).weights) for _, module in left])
+    mine = {left[index] for index in own}
+    done = len(work) - len(left)
+    with progress.stage("quantize", (done + len(mine)) * geometry.experts, "blocks") as advance:
+        advance(done * geometry.experts)
+
+        def fit(layer: int, hessians: Mapping[Module, Tensor]) -> None:
+            for module in (m for m in MODULES if (layer, m) in mine):
+                planes, luts = _fit(
+                    writer, checkpoint, moments, layer, module, device, hessians.get(module)
+                )
+                writer.write_blocks(layer, module, planes, luts)
+                advance(geometry.experts)
+
+        layers = sorted({layer for layer, _ in left})
+        if config.codebook == "kmeans":
+            for layer in layers:
+                fit(layer, {})
+        else:
+            model = ObservedModel(checkpoint, device, scratch=writer.path.parent)
+            read_hessians(model, samples.windows, layers, fit, ranks=ranks)
     ranks.wait()
     writer.find_done()
 
@@ -279,6 +300,7 @@ def _fit(
     layer: int,
     module: Module,
     device: str,
+    hessians: Tensor | None,  # [E, K, K]
 ) -> tuple[Tensor, dict[int, Tensor]]:
     """Planes and LUTs of all experts of one (layer, module), on the CPU."""
     geometry, manifest = checkpoint.geometry, writer.manifest
@@ -294,6 +316,7 @@ def _fit(
             manifest.min_bits,
             manifest.max_bits,
             getattr(torch, manifest.lut_dtype),
+            None if hessians is None else hessians[first : experts.stop].to(device),
         )
         parts.append((planes.cpu(), {b: lut.cpu() for b, lut in luts.items()}))
     merged = {b: torch.cat([luts[b] for _, luts in parts]) for b in parts[0][1]}

@@ -109,11 +109,17 @@ class Widths:
         bool,
         _calibration("Refuse when an expert sees no calibration token.", "--strict-coverage"),
     ] = False
+    codebook: Annotated[
+        str,
+        _widths("joint (all widths under the full Hessian), or kmeans (quicker, as in APL)."),
+    ] = QuantizeConfig.codebook
 
     def config(self, calibration: Calibration) -> QuantizeConfig:
         """The stage's settings."""
         widest = None if self.max_bits == "auto" else _integer("--max-bits", self.max_bits)
-        return QuantizeConfig(self.min_bits, widest, calibration.config(), self.strict_coverage)
+        return QuantizeConfig(
+            self.min_bits, widest, calibration.config(), self.strict_coverage, self.codebook
+        )
 
 
 @dataclass(frozen=True)

@@ -3,24 +3,30 @@ import shutil
 import signal
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
-from pw.blocks import MODULES, BlockKey, BlockShape, ExpertGeometry
+from pw.blocks import MODULES, BlockKey, BlockShape, ExpertGeometry, Module
 from pw.config import QuantizeConfig
 from pw.errors import ConfigError, ModelError, StaleStageError
 from pw.models.checkpoint import Checkpoint
 from pw.models.dequantized import DequantizedBlocks
 from pw.models.resolve import resolve_model
+from pw.models.tokenizer import load_tokenizer
 from pw.store.artifact import Artifact
 from pw_kernels.bitplane import unpack_planes
 from pw_pipelines import quantize
+from pw_pipelines.calibration import calibration_set
 from pw_pipelines.codebook import fit_codebook
+from pw_pipelines.hessians import read_hessians
 from pw_pipelines.moments import Coverage, Moments
+from pw_pipelines.observation import ObservedModel
 from pw_pipelines.quantize import auto_max_bits, quantize_blocks, uniform_bytes
+from pw_pipelines.refit import damped, refit
 from support.offline import (
     QUIET,
     TINY_TEXT,
@@ -46,20 +52,29 @@ def test_planes_and_tables_give_the_fitted_weights_bit_for_bit() -> None:
             assert torch.equal(table.gather(1, reversed_codes), book.dequantize(bits))
 
 
-def test_the_artifact_holds_the_fit_of_the_checkpoint(tiny: Path) -> None:
+def test_the_artifact_holds_the_fit_of_the_checkpoint(tiny: Path, model: ObservedModel) -> None:
     artifact = Artifact.open(tiny)
     assert (artifact.min_bits, artifact.max_bits, artifact.lut_dtype) == (2, 6, torch.bfloat16)
     checkpoint = Checkpoint.open(resolve_model("tiny"))
     moments = Moments.from_arrays(artifact.table("moments").arrays)
     blocks = DequantizedBlocks(artifact, torch.device("cpu"))
+    windows = calibration_set(TINY_TEXT, load_tokenizer(tiny)).windows
+    given: dict[int, dict[Module, Tensor]] = {}
+    read_hessians(model, windows, {0, 3}, given.__setitem__)
     for key in (BlockKey(0, 0, "gate_up"), BlockKey(3, 7, "down")):
-        weight = checkpoint.expert_weight(key)
+        weight = checkpoint.expert_weight(key).float()
         h = torch.from_numpy(moments.of(key.module)[key.layer, key.expert, None])
-        book = fit_codebook(weight, h, 2, 6, torch.bfloat16)
+        start = fit_codebook(weight, h, 2, 6, torch.bfloat16)
+        hessian = given[key.layer][key.module][key.expert, None]
+        fitted = refit(start, weight[None], hessian).book
+        metric = damped(hessian)[0]
         errors = blocks.errors(key, weight)
         for index, bits in enumerate(range(2, 7)):
-            assert torch.equal(blocks.weight(key, bits), book.dequantize(bits).float())
-            assert torch.equal(errors[index], blocks.weight(key, bits) - weight.float())
+            assert torch.equal(errors[index], blocks.weight(key, bits) - weight)
+            gaps = (errors[index], *(b.dequantize(bits).float() - weight for b in (fitted, start)))
+            stored, again, before = (float(((gap @ metric) * gap).sum()) for gap in gaps)
+            assert stored == pytest.approx(again, rel=0.01)  # sums in another order flip some codes
+            assert stored < 0.97 * before
 
 
 def test_dense_weights_are_those_of_the_checkpoint(tiny: Path) -> None:
@@ -100,6 +115,20 @@ def test_quantizing_twice_gives_the_same_bytes(small: Small, tmp_path: Path) -> 
     assert tree_digests(tmp_path / "b.pw") == tree_digests(small.artifact)
     assert report.blocks == 36
     assert sum(report.coverage.values()) == 18
+
+
+def test_kmeans_alone_is_what_the_artifact_holds(small: Small, tmp_path: Path) -> None:
+    config = replace(small.config, codebook="kmeans")
+    quantize.run(small.model, tmp_path / "k.pw", config, QUIET)
+    artifact, checkpoint = Artifact.open(tmp_path / "k.pw"), Checkpoint.open(Path(small.model))
+    moments = Moments.from_arrays(artifact.table("moments").arrays)
+    blocks = DequantizedBlocks(artifact, torch.device("cpu"))
+    for key in artifact.geometry.keys():
+        slot = artifact.geometry.slot(key.layer)
+        h = torch.from_numpy(moments.of(key.module)[slot, key.expert, None])
+        book = fit_codebook(checkpoint.expert_weight(key), h, 2, 4, artifact.lut_dtype)
+        for bits in (2, 3, 4):
+            assert torch.equal(blocks.weight(key, bits), book.dequantize(bits).float())
 
 
 def test_a_finished_artifact_is_left_alone(small: Small, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,7 +184,7 @@ def test_experts_that_no_token_reaches(tmp_path: Path) -> None:
             model.model.layers[layer].mlp.router.bias[list(experts)] = -1e9
     model.save_pretrained(folder)
     text = calibration(tmp_path)
-    config = QuantizeConfig(max_bits=4, calibration=text)
+    config = QuantizeConfig(max_bits=4, calibration=text, codebook="kmeans")
     report = quantize.run(str(folder), tmp_path / "a.pw", config, QUIET)
     assert report.coverage["dead"] == 3
 

@@ -1,0 +1,267 @@
+"""Codes and tables of all widths, refitted together under the full Hessian of a block.
+
+The k-means of `pw_pipelines.codebook` rounds each weight to its nearest level, as if the inputs of
+a block were not correlated. They are: errors of different columns can cancel in the output. With
+H the second moment of the inputs (`pw_pipelines.hessians`), the error of a row w at width b is
+
+    e_b = (w - q_b) H (w - q_b)^T,       q_b[j] = table_b[code[j] >> (max_bits - b)]
+
+and all widths share one code. The refit minimises SUM_b importance_b * e_b / e_b(k-means) by turns:
+
+    codes    coordinate descent: column by column, the code whose levels at all widths cost least,
+             given the other columns (LNQ of GuidedQuant, arXiv 2505.07004, does so for one width)
+    tables   least squares at each width, by conjugate gradients
+
+Fitting the widths together is what keeps the code nested: descent for the narrowest width alone
+leaves codes that wider widths cannot use (docs/quality-planner.md has the figures). Pure maths on
+tensors, in float32; rows do not depend on each other. Tables need not ascend along a row.
+
+Axes: E blocks, N rows, K columns, W widths, C levels of all widths' tables side by side, S columns
+of a strip.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pw_pipelines.codebook import Codebook
+
+IMPORTANCE: Mapping[int, float] = {2: 1.0, 3: 1.0, 4: 1.0, 5: 0.5, 6: 0.3, 7: 0.1, 8: 0.1}
+
+_ROUNDS = 2
+_STRIP = 32  # columns whose changes reach the others by one product
+_STEPS = 8  # of conjugate gradients; tables start from the last ones
+_RIDGE = 1e-3  # pull of a level toward the one before, relative to the mean of diag H
+_DAMPING = 1e-2  # of the mean of diag H, added to it
+_TINY = torch.finfo(torch.float32).tiny
+
+
+@dataclass(frozen=True)
+class Refit:
+    """A refitted codebook and how its errors compare."""
+
+    book: Codebook  # rows of all blocks, one after the other
+    before: dict[int, Tensor]  # b -> [E] float32, sum of e_b over rows, of the codebook given
+    after: dict[int, Tensor]  # b -> [E] float32, before the tables are rounded
+
+
+def refit(
+    book: Codebook,
+    weights: Tensor,  # [E, N, K], finite
+    hessians: Tensor,  # [E, K, K], symmetric, not negative, in any scale
+    importance: Mapping[int, float] = IMPORTANCE,
+) -> Refit:
+    """Refit nested codes of some blocks of one shape. Deterministic.
+
+    Args:
+        book: The start, fitted to the rows of `weights`.
+        weights: What to approximate.
+        hessians: One of each block; damped here.
+        importance: Width -> weight of its error, relative to that of the start.
+    """
+    hessians = damped(hessians)
+    blocks, rows, cols = weights.shape
+    count = max(1, _weights_at_once(weights) // (blocks * cols))
+    parts = [
+        _refit_rows(_rows_of(book, blocks, slice(i, i + count)), weights[:, i : i + count],
+                    hessians, importance)
+        for i in range(0, rows, count)
+    ]  # fmt: skip
+    widths = list(book.luts)
+    tables = {b: torch.cat([p.tables[b] for p in parts], 1).flatten(0, 1) for b in widths}
+    return Refit(
+        Codebook(
+            codes=torch.cat([p.codes for p in parts], 1).flatten(0, 1),
+            luts={b: t.to(book.luts[b].dtype) for b, t in tables.items()},
+            centroids={b: t.double() for b, t in tables.items()},
+        ),
+        *(
+            {b: torch.stack([e[:, :, i].sum(1) for e in errors]).sum(0)
+             for i, b in enumerate(widths)}
+            for errors in ([p.before for p in parts], [p.after for p in parts])
+        ),
+    )  # fmt: skip
+
+
+def damped(hessians: Tensor) -> Tensor:
+    """[E, K, K] float32 with a mean diagonal of 1, plus a small multiple of the identity.
+
+    A block whose Hessian is zero gets the identity: plain squared error.
+    """
+    scale = hessians.diagonal(dim1=1, dim2=2).mean(1)[:, None, None]
+    eye = torch.eye(hessians.shape[1], device=hessians.device, dtype=hessians.dtype)
+    return torch.where(scale > 0, hessians / scale.clamp_min(_TINY), eye).float() + _DAMPING * eye
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Some rows of all blocks."""
+
+    codes: Tensor  # [E, N, K] uint8
+    tables: dict[int, Tensor]  # b -> [E, N, 2^b] float32
+    before: Tensor  # [E, N, W]
+    after: Tensor  # [E, N, W]
+
+
+def _weights_at_once(weights: Tensor) -> int:
+    """Each takes some 150 bytes: temporaries stay below 700 MB on a CPU and 20 GB on a GPU."""
+    return 1 << (22 if weights.device.type == "cpu" else 27)
+
+
+def _rows_of(book: Codebook, blocks: int, rows: slice) -> _Rows:
+    def part(tensor: Tensor) -> Tensor:
+        return tensor.view(blocks, -1, tensor.shape[1])[:, rows]
+
+    none = torch.empty(0)
+    tables = {b: part(c).float() for b, c in book.centroids.items()}
+    return _Rows(part(book.codes).clone(), tables, none, none)
+
+
+def _refit_rows(
+    start: _Rows, weights: Tensor, hessians: Tensor, importance: Mapping[int, float]
+) -> _Rows:
+    fit = _Fit(start, weights.float(), hessians)
+    before = fit.errors()
+    wanted = [importance.get(b, 0.0) for b in start.tables]
+    fit.weigh(before.new_tensor(wanted) / before.clamp_min(_TINY))
+    fit.fit_tables()
+    for _ in range(_ROUNDS):
+        fit.sweep()
+        fit.fit_tables()
+    sizes = [1 << b for b in start.tables]
+    tables = dict(zip(start.tables, torch.split(fit.tables, sizes, 2), strict=True))
+    return _Rows(fit.codes, tables, before, fit.errors())
+
+
+class _Fit:
+    """Codes and tables on their way; `fit_tables` and `sweep` are the moves."""
+
+    def __init__(self, start: _Rows, weights: Tensor, hessians: Tensor) -> None:
+        self.weights, self.hessians = weights, hessians
+        self.codes = start.codes  # [E, N, K], changed in place
+        self.tables = torch.cat(list(start.tables.values()), 2)  # [E, N, C]
+        self.sizes = [1 << b for b in start.tables]
+        device = weights.device
+        widths = torch.tensor(list(start.tables), device=device)
+        self.shifts = widths.max() - widths  # [W]
+        sizes = torch.tensor(self.sizes, device=device)
+        self.offsets = sizes.cumsum(0) - sizes  # [W] first place of each table
+        self.width_of = torch.repeat_interleave(torch.arange(len(sizes), device=device), sizes)
+        self.roots = torch.ones((*weights.shape[:2], len(sizes)), device=device)  # [E, N, W]
+
+    def places(self, codes: Tensor) -> Tensor:
+        """Places [..., W] int64 in the tables of codes [...]."""
+        return (codes.long()[..., None] >> self.shifts) + self.offsets
+
+    def index(self) -> Tensor:
+        """[E, N, W * K] int64: the place of every weight at every width."""
+        return self.places(self.codes).transpose(2, 3).flatten(2)
+
+    def times_hessian(self, values: Tensor) -> Tensor:
+        """[E, N, W * K] -> the same, each K of them times H."""
+        blocks, _, cols = self.weights.shape
+        product = torch.bmm(values.view(blocks, -1, cols), self.hessians)
+        return product.view(values.shape)
+
+    def gap(self, index: Tensor, tables: Tensor) -> Tensor:
+        """[E, N, W * K]: weights minus levels."""
+        levels = tables.gather(2, index)
+        widths = len(self.sizes)
+        return self.weights.repeat(1, 1, widths).sub_(levels)
+
+    def errors(self) -> Tensor:
+        """e_b [E, N, W] of every row."""
+        gap = self.gap(self.index(), self.tables)
+        blocks, rows, cols = self.weights.shape
+        return (self.times_hessian(gap) * gap).view(blocks, rows, -1, cols).sum(3)
+
+    def weigh(self, importance: Tensor) -> None:
+        """What a unit of e_b counts in the choice of codes, [E, N, W]."""
+        self.roots = importance.sqrt()
+
+    def fit_tables(self) -> None:
+        """Least squares of every table, given the codes.
+
+        Minimises (w - P c) H (w - P c)^T + ridge * SUM n_c (c - table)^2 over tables c; P puts a
+        level where the code says so, n_c counts its weights. Levels without weights stay.
+        """
+        index, tables = self.index(), self.tables
+
+        def gathered(values: Tensor) -> Tensor:  # P^T: [E, N, W * K] -> [E, N, C]
+            return torch.zeros_like(tables).scatter_add_(2, index, values)
+
+        def per_width(values: Tensor) -> Tensor:  # sums [E, N, C] of each width's table
+            sums = torch.zeros_like(self.roots).index_add_(2, self.width_of, values)
+            return sums.index_select(2, self.width_of)
+
+        diagonal = self.hessians.diagonal(dim1=1, dim2=2)[:, None].repeat(1, 1, len(self.sizes))
+        pull = _RIDGE * gathered(torch.ones_like(index, dtype=tables.dtype))
+        inverse = _ratio(torch.ones_like(pull), gathered(diagonal.expand(index.shape)) + pull)
+        residual = gathered(self.times_hessian(self.gap(index, tables)))
+        direction = inverse * residual
+        size = per_width(residual * direction)
+        for _ in range(_STEPS):
+            image = gathered(self.times_hessian(direction.gather(2, index))) + pull * direction
+            length = _ratio(size, per_width(direction * image))
+            tables = tables + length * direction
+            residual = residual - length * image
+            step = inverse * residual
+            size, last = per_width(residual * step), size
+            direction = step + _ratio(size, last) * direction
+        self.tables = tables
+
+    def sweep(self) -> None:
+        """One pass of coordinate descent over the columns of all rows."""
+        blocks, rows, cols = self.weights.shape
+        index, widths = self.index(), len(self.sizes)
+        levels = self.tables.gather(2, index).view(blocks, rows, widths, cols)
+        pulls = self.times_hessian(self.gap(index, self.tables)).view(blocks, rows, widths, cols)
+        scaled = self.tables * self.roots.index_select(2, self.width_of)
+        for start in range(0, cols, _STRIP):
+            strip = slice(start, min(start + _STRIP, cols))
+            moved = self._sweep_strip(strip, levels, pulls[..., strip].clone(), scaled)
+            change = moved.view(blocks, rows * widths, -1)
+            pulls.view(blocks, rows * widths, cols).baddbmm_(change, self.hessians[:, strip])
+
+    def _sweep_strip(self, strip: slice, levels: Tensor, pulls: Tensor, scaled: Tensor) -> Tensor:
+        """Choose the codes of some columns anew.
+
+        Args:
+            strip: Columns.
+            levels: [E, N, W, K] of every weight, kept up to date.
+            pulls: (w - q) H of these columns [E, N, W, S], kept up to date.
+            scaled: Tables [E, N, C] times the roots of what their errors count.
+
+        Returns:
+            By how much levels fell, [E, N, W, S].
+        """
+        moved = torch.empty_like(pulls)
+        for place, column in enumerate(range(strip.start, strip.stop)):
+            own = self.hessians[:, column, column, None, None]
+            wanted = (levels[..., column] + pulls[..., place] / own) * self.roots
+            cost = (scaled - wanted.index_select(2, self.width_of)).square_()
+            code = self._least(cost)
+            self.codes[:, :, column] = code.to(torch.uint8)
+            level = self.tables.gather(2, self.places(code))
+            fall = levels[..., column] - level
+            pulls += fall[..., None] * self.hessians[:, column, None, None, strip]
+            levels[..., column] = level
+            moved[..., place] = fall
+        return moved
+
+    def _least(self, cost: Tensor) -> Tensor:
+        """Code [E, N] of the widest width that costs least, all widths added: [E, N, C] each."""
+        narrow, *wider = torch.split(cost, self.sizes, 2)
+        for own in wider:
+            blocks, rows, levels = narrow.shape
+            narrow = (own.view(blocks, rows, levels, -1) + narrow[..., None]).flatten(2)
+        return narrow.argmin(2)
+
+
+def _ratio(above: Tensor, below: Tensor) -> Tensor:
+    """Quotient; 0 where it is not finite."""
+    return torch.nan_to_num(above / below, nan=0.0, posinf=0.0, neginf=0.0)

@@ -1,0 +1,125 @@
+import pytest
+import torch
+from torch import Tensor
+
+from pw_pipelines import refit as module
+from pw_pipelines.codebook import Codebook, fit_codebook
+from pw_pipelines.refit import damped, refit
+
+BF16 = torch.bfloat16
+WIDTHS = range(2, 6)
+
+
+def correlated(blocks: int, rows: int, cols: int) -> tuple[Tensor, Tensor]:
+    """Weights [E, N, K], and second moments [E, K, K] of inputs with a mean and a few directions
+    in which they mostly vary.
+    """
+    weights = 0.05 * torch.randn(blocks, rows, cols).bfloat16().float()
+    directions = torch.randn(blocks, 4, cols)
+    inputs = torch.randn(blocks, 500, 4) @ directions + 0.3 * torch.randn(blocks, 500, cols) + 0.5
+    return weights, inputs.transpose(1, 2) @ inputs
+
+
+def start(weights: Tensor, hessians: Tensor) -> Codebook:
+    """The k-means that a refit begins with."""
+    moments = hessians.diagonal(dim1=1, dim2=2).repeat_interleave(weights.shape[1], 0)
+    return fit_codebook(weights.flatten(0, 1), moments, WIDTHS[0], WIDTHS[-1], BF16)
+
+
+def errors(book: Codebook, weights: Tensor, hessians: Tensor, bits: int) -> Tensor:
+    """Error [E] of the unrounded tables, in the damped metric."""
+    levels = book.centroids[bits].gather(1, (book.codes >> (WIDTHS[-1] - bits)).long())
+    gap = weights - levels.float().view(weights.shape)
+    return (torch.bmm(gap, damped(hessians)) * gap).sum((1, 2))
+
+
+def test_every_width_gains_where_inputs_are_correlated() -> None:
+    weights, hessians = correlated(2, 40, 64)
+    book = start(weights, hessians)
+    fitted = refit(book, weights, hessians)
+    for bits in WIDTHS:
+        before, after = (errors(b, weights, hessians, bits) for b in (book, fitted.book))
+        torch.testing.assert_close(fitted.before[bits], before, rtol=1e-3, atol=0)
+        torch.testing.assert_close(fitted.after[bits], after, rtol=1e-3, atol=0)
+        assert (after < 0.6 * before).all(), bits
+    assert fitted.book.luts[3].dtype == BF16
+    assert fitted.book.codes.shape == (80, 64)
+
+
+def test_widths_of_no_importance_pay_for_the_others() -> None:
+    weights, hessians = correlated(1, 40, 64)
+    book = start(weights, hessians)
+    all_widths = refit(book, weights, hessians)
+    narrowest = refit(book, weights, hessians, {2: 1.0})
+    assert narrowest.after[2] < all_widths.after[2]
+    assert narrowest.after[5] > 2 * all_widths.after[5]
+
+
+def test_rows_and_blocks_do_not_depend_on_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    weights, hessians = correlated(3, 24, 40)
+    book = start(weights, hessians)
+    together = refit(book, weights, hessians).book
+    again = refit(book, weights, hessians).book
+    monkeypatch.setattr(module, "_weights_at_once", lambda _: 5 * 3 * 40)  # five rows at a time
+    apart = refit(book, weights, hessians).book
+    assert torch.equal(again.codes, together.codes)
+    for bits in WIDTHS:
+        one, other = (errors(b, weights, hessians, bits) for b in (together, apart))
+        torch.testing.assert_close(one, other, rtol=1e-2, atol=0)  # sums in another order
+
+
+def test_tables_are_least_squares_of_their_codes() -> None:
+    weights, hessians = correlated(1, 3, 16)
+    fitted = refit(start(weights, hessians), weights, hessians).book
+    metric = torch.linalg.cholesky(damped(hessians)[0]).T.double()  # |metric v|^2 = v H v
+    for row in range(3):
+        index = fitted.codes[row].long() >> 3
+        places = torch.nn.functional.one_hot(index, 4).double()
+        used = places.any(0)
+        wanted = (metric @ weights[0, row].double())[:, None]
+        best = torch.linalg.lstsq(metric @ places[:, used], wanted).solution[:, 0]
+        torch.testing.assert_close(fitted.centroids[2][row, used], best, rtol=0.02, atol=2e-3)
+
+
+def test_no_single_code_is_better_after_a_sweep() -> None:
+    weights, hessians = correlated(1, 4, 8)
+    metric = damped(hessians)
+    book = fit_codebook(weights[0], metric[0].diagonal()[None], 2, 2, BF16)
+    tables = book.centroids[2].float().view(1, 4, 4)
+    fit = module._Fit(module._Rows(book.codes.view(1, 4, 8), {2: tables}, tables, tables),
+                      weights, metric)  # fmt: skip
+    for _ in range(20):
+        fit.sweep()
+    least = fit.errors()
+    for row in range(4):
+        for column in range(8):
+            for code in range(4):
+                kept = int(fit.codes[0, row, column])
+                fit.codes[0, row, column] = code
+                assert fit.errors()[0, row, 0] >= least[0, row, 0] * (1 - 1e-5)
+                fit.codes[0, row, column] = kept
+
+
+@pytest.mark.parametrize(
+    "special", ["zero weights", "equal weights", "zero hessian", "dead column"]
+)
+def test_degenerate_blocks_stay_finite_and_exact_where_they_were(special: str) -> None:
+    weights, hessians = correlated(2, 8, 16)
+    if special == "zero weights":
+        weights[0] = 0
+    elif special == "equal weights":
+        weights[0] = 0.25
+    elif special == "zero hessian":
+        hessians[0] = 0
+    else:
+        hessians[0, 3] = hessians[0, :, 3] = 0
+    fitted = refit(start(weights, hessians), weights, hessians).book
+    for bits in WIDTHS:
+        levels = fitted.dequantize(bits).float().view(weights.shape)
+        assert torch.isfinite(levels).all()
+        if special in ("zero weights", "equal weights"):
+            torch.testing.assert_close(levels[0], weights[0], rtol=1e-3, atol=1e-6)
+
+
+def test_a_zero_hessian_counts_as_plain_squared_error() -> None:
+    assert torch.equal(damped(torch.zeros(2, 3, 3)), 1.01 * torch.eye(3).expand(2, 3, 3))
