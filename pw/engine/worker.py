@@ -217,9 +217,9 @@ def serve(engine: Engine, sock: socket.socket, queue_timeout: float | None = Non
 
 def _load(load: wire.Load, sock: socket.socket) -> Engine | None:
     """The engine; None when it cannot be loaded, which the other end has been told."""
-    from pw.engine.engine import Engine
-
     try:
+        from pw.engine.engine import Engine
+
         return Engine.from_artifact(load.artifact, load.config)
     except (PwError, OSError) as error:
         if load.logs.level <= logging.DEBUG:

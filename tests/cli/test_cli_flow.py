@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -130,7 +131,25 @@ def test_serve_answers_and_drains(made: Made) -> None:
 def test_dry_run_prints_the_memory_plan_only(made: Made) -> None:
     done = run("serve", str(made.artifact), *SMALL, "--dry-run")
     assert (done.code, done.out) == (0, "")
-    assert "of 67,108,864 bytes, policy adaptive" in done.err
+    assert "of a budget of 64.00 MiB" in done.err
+    assert "policy adaptive" in done.err
+
+
+def test_what_stops_the_engines_process_is_told_as_if_it_were_this_one(
+    made: Made, tmp_path: Path
+) -> None:
+    small = run("serve", str(made.artifact), *SMALL, "--memory-budget", "64KiB", "--port", "0")
+    assert (small.code, small.out) == (4, "")
+    assert small.err.startswith("error: memory budget of 65,536 bytes is too small: ")
+    assert "hint: raise --memory-budget" in small.err
+    damaged = tmp_path / "damaged.pw"
+    shutil.copytree(made.artifact, damaged)
+    weights = bytearray((damaged / "dense.safetensors").read_bytes())
+    weights[-1] ^= 1
+    (damaged / "dense.safetensors").write_bytes(weights)
+    broken = run("serve", str(damaged), *SMALL, "--port", "0")
+    assert (broken.code, broken.out) == (3, "")
+    assert broken.err.startswith("error: artifact is damaged: ")
 
 
 def test_tiny_is_calibrated_once_into_the_cache(
