@@ -22,7 +22,7 @@ UNIFORM = "uniform (APL), blind steps"
 GEMQ = "GEMQ, exact ILP"
 MXMOE = "MxMoE, exact ILP per layer"
 MAIN = (PRODUCT, UNIFORM, GEMQ, MXMOE)
-ELSEWHERE = (PRODUCT, UNIFORM, GEMQ)  # scored on the other text too
+ELSEWHERE = (PRODUCT, UNIFORM)  # scored on the other text too
 MORE = (
     "token-wise (g.dWx)^2, exact ILP",
     "GEMQ, hull",
@@ -32,14 +32,14 @@ MORE = (
     "routing frequency alone",
     "PagedWeight's widths shuffled",
 )
-FEW_BUDGETS = (2.5, 3.0)
+FEW_BUDGETS = (3.0,)
 
 _LOW_SHARE = 0.5  # of tokens that take the narrower width in DP-LLM
 _FIT_WINDOWS = 8  # of calibration text for its thresholds
 
 
 def run(room: Room) -> dict[str, Any]:
-    """Score the main methods at all budgets, the others at two of them."""
+    """Score the main methods at all budgets, the others at one of them."""
     rows = []
     for names, budgets in ((MAIN, BUDGETS), (MORE, FEW_BUDGETS)):
         for mean in budgets:
@@ -54,7 +54,7 @@ def run(room: Room) -> dict[str, Any]:
                     continue
                 row = {"budget_bits": mean, "method": name, **size(room, bits)}
                 rows.append(row | measured(room, bits, step, other=name in ELSEWHERE))
-    rows += [tokenwise_row(room, bits) for bits in (3, 4)]
+    rows += [tokenwise_row(room, bits) for bits in (3,)]
     return {"rows": rows, "dense": _dense(room)}
 
 

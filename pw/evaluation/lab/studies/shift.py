@@ -17,7 +17,7 @@ from pw.evaluation.lab.studies.common import Row, compared, interval, markdown, 
 from pw.store.artifact import Artifact
 
 LENGTHS = {"prose": 2048, "code": 2048, "key-value": 1024, "reasoning": 1024}
-BUDGETS = (2.5, 3.0)
+BUDGETS = (2.5,)
 VARIANTS: dict[str, dict[str, Any]] = {
     "static": {"routing": False, "residual": "off"},
     "routing": {"routing": True, "residual": "off"},
