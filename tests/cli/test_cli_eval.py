@@ -152,3 +152,29 @@ def test_a_missing_extra_is_told_before_the_work(
     assert "pip install 'pagedweight[plot]'" in done.err
     done = evaluate(made, "--lm-eval-tasks", "x.yaml")
     assert "pip install 'pagedweight[eval]'" in done.err
+
+
+@pytest.mark.filterwarnings("default")  # of the harness and of what it imports
+def test_a_task_of_the_harness_runs_on_every_policy(
+    made: Made, task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("lm_eval", reason="needs the extra `eval`")
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path)
+    file = tmp_path / "own.yaml"
+    file.write_text(
+        f"task: theirs\ndataset_path: json\ndataset_kwargs: {{data_files: {{test: '{task}'}}}}\n"
+        "test_split: test\noutput_type: multiple_choice\n"
+        'doc_to_text: "{{prompt}}"\ndoc_to_choice: "{{choices}}"\ndoc_to_target: "{{answer}}"\n'
+        "metric_list: [{metric: acc}]\n"
+    )
+    both = ("--policies", "static:2,static:4", "--tasks", str(task))
+    done = evaluate(made, *both, "--lm-eval-tasks", str(file), "--json", "-q", chunks=2)
+    assert done.code == 0, done.err
+    assert done.err == ""
+    for row in json.loads(done.out)["rows"]:
+        [ours], [theirs] = row["tasks"], row["harness"]
+        assert (theirs["task"], theirs["items"]) == ("theirs", 4)
+        assert theirs["metrics"]["acc,none"] == ours["metrics"]["acc"]["mean"]
+    refused = evaluate(made, "--lm-eval-tasks", str(tmp_path / "none.yaml"))
+    assert (refused.code, refused.out) == (2, "")
+    assert refused.err.startswith("error: cannot read the task ")
