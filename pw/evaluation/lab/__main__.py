@@ -26,6 +26,7 @@ def main() -> int:
         given.other,
         given.tasks,
         given.narrow,
+        given.apl,
         given.windows,
         given.other_windows,
     )
@@ -61,6 +62,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--other", type=Path, help="text of another source, such as WikiText-2")
     parser.add_argument("--tasks", type=Path, help="folder of task files (.jsonl)")
     parser.add_argument("--narrow", type=Path, help="the model's artifact from prose alone")
+    parser.add_argument("--apl", type=Path, help="the model's artifact with APL's codebooks")
     parser.add_argument("--without", type=int, nargs="*", default=[], help="held-out documents")
     parser.add_argument("--windows", type=int, default=32, help="held-out windows of 2,048 tokens")
     parser.add_argument("--other-windows", type=int, default=12)

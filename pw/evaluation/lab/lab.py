@@ -53,10 +53,16 @@ class Lab:
     Args:
         model: Runs them.
         windows: Token ids; a plain tensor is scored from its second token on.
+        like: A lab of the same checkpoint and windows, whose unquantized results are taken.
     """
 
-    def __init__(self, model: LabModel, windows: Iterable[Tensor | Window]) -> None:
-        self.model = model
+    def __init__(
+        self,
+        model: LabModel,
+        windows: Iterable[Tensor | Window],
+        like: Lab | None = None,
+    ) -> None:
+        self.model, self._like = model, like
         self.windows = [w if isinstance(w, Window) else Window(w) for w in windows]
         self._references: list[Tensor] = []  # [S - scored, V] fp16 of each window
         self._starts = [Memo() for _ in self.windows]  # of the part that no block can change
@@ -107,6 +113,10 @@ class Lab:
     def prepare(self) -> None:
         """Run the unquantized model now, if it has not run; with the experts that it has now."""
         if self._references:
+            return
+        if self._like is not None:
+            self._like.prepare()
+            self._references, self._dense = self._like._references, self._like._dense
             return
         self.model.hold(self.model.unquantized())
         for place, window in enumerate(self.windows):

@@ -33,6 +33,7 @@ class Texts:
     other: Path | None = None  # text of another source, such as WikiText-2
     tasks: Path | None = None  # folder of task files
     narrow: Path | None = None  # artifact of the same model, calibrated on prose alone
+    apl: Path | None = None  # artifact of the same model with APL's codebooks
     windows: int = 32  # held-out windows
     other_windows: int = 12
     calibration_windows: int = 64
@@ -54,6 +55,13 @@ class Room:
         self.texts, self.memory = texts, memory
         self.model = LabModel.open(artifact, checkpoint)
         self.tokenizer: Tokenizer = load_tokenizer(artifact)
+
+    def kept(self, name: str) -> Path | None:
+        """Where something about this artifact's weights is remembered."""
+        if self.memory is None:
+            return None
+        weights = self.model.artifact.manifest.stage_digest("quantize")
+        return self.memory / f"{weights[:16]}-{name}"
 
     @cached_property
     def costs(self) -> Costs:
@@ -91,7 +99,7 @@ class Room:
     @cached_property
     def scores(self) -> dict[str, Floats]:
         """`measure_scores` on the calibration text; damages as [L, E, M, W]."""
-        kept = None if self.memory is None else self.memory / "scores.safetensors"
+        kept = self.kept("damage.safetensors")
         if kept is not None and kept.exists():
             return dict(load_file(kept))
         documents = read_documents(self.texts.calibration)

@@ -4,7 +4,15 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from pw.evaluation.lab.room import Room
-from pw.evaluation.lab.studies import ablation, bf16_equal, equal_bytes, memory, shift, transitions
+from pw.evaluation.lab.studies import (
+    ablation,
+    bf16_equal,
+    codebooks,
+    equal_bytes,
+    memory,
+    shift,
+    transitions,
+)
 
 
 class Study(NamedTuple):
@@ -17,6 +25,7 @@ class Study(NamedTuple):
 STUDIES = {
     "ablation": Study(ablation.run, ablation.tables),
     "bf16-equal": Study(bf16_equal.run, bf16_equal.tables),
+    "codebooks": Study(codebooks.run, codebooks.tables),
     "equal-bytes": Study(equal_bytes.run, equal_bytes.tables),
     "memory": Study(memory.run, memory.tables),
     "shift": Study(shift.run, shift.tables),

@@ -123,7 +123,7 @@ def _shares(sums: list[Floats]) -> Floats:
 
 def _measured(room: Room) -> dict[str, list[float]]:
     """KL of each block's move on each kind of text; kept in the room's memory."""
-    kept = None if room.memory is None else room.memory / "transitions.json"
+    kept = room.kept("transitions.json")
     found: dict[str, list[float]] = {}
     if kept is not None and kept.exists():
         found = json.loads(kept.read_text())
