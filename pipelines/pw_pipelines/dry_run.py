@@ -30,7 +30,9 @@ from pw_pipelines.activations import MEMORY_BYTES
 from pw_pipelines.calibration import CalibrationSet, calibration_set
 from pw_pipelines.codebook import fit_codebook
 from pw_pipelines.quantize import auto_max_bits, quantize_settings, uniform_bytes
+from pw_pipelines.refit import refit, refit_bytes
 
+_WEIGHTS_TIMED = 1 << 17  # in the short measurement
 _PROCESS_BYTES = 600_000_000  # interpreter, torch and transformers
 
 
@@ -101,7 +103,7 @@ def run(
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     _check_output(out, checkpoint, samples, config, max_bits, overwrite)
-    needs = _Needs(checkpoint, samples, widths, torch.device(device))
+    needs = _Needs(checkpoint, samples, widths, config.codebook, torch.device(device))
     free = shutil.disk_usage(existing_parent(out)).free
     if free < needs.disk_bytes():
         raise disk_full(out, needs.disk_bytes())
@@ -137,10 +139,12 @@ class _Needs:
         checkpoint: Checkpoint,
         samples: CalibrationSet,
         widths: list[int],
+        codebook: str,
         device: torch.device,
     ) -> None:
         self._checkpoint, self._geometry = checkpoint, checkpoint.geometry
         self._widths, self._device = widths, device
+        self._joint = codebook == "joint"
         self._tokens = samples.windows.numel()
         self._itemsize = checkpoint.weight_dtype.itemsize
         self._run_itemsize = 4 if device.type == "cpu" else self._itemsize
@@ -165,20 +169,28 @@ class _Needs:
         reading = outer + layer_dense + experts * self._itemsize + min(self._states, MEMORY_BYTES)
         largest = max(geometry.gate_up.weights, geometry.down.weights) * geometry.experts
         fitting = 3 * largest * self._widths[-1] / 8 + (1 << 28)  # parts, whole, on their way out
+        if self._joint:  # sums and what is made of them, held while the model reads
+            squares = geometry.gate_up.cols**2 + geometry.down.cols**2
+            reading += 4 * 2 * geometry.experts * squares + fitting
+            reading += refit_bytes(largest, len(self._widths), self._device.type)
         return int(_PROCESS_BYTES + max(reading, fitting, self._dense))
 
     def read_bytes(self) -> int:
-        """Digests, calibration, fit: the experts three times, the rest twice and once to copy."""
-        return 3 * (self._geometry.weights * self._itemsize + self._dense)
+        """Digests, calibration, fit: the experts three times, the rest twice and once to copy. The
+        joint fit reads the text, and so the model, once more.
+        """
+        return (3 + self._joint) * (self._geometry.weights * self._itemsize + self._dense)
 
     def seconds(self) -> dict[str, float]:
         """Time of the forward pass over all tokens and of the codebook fit, disks not counted."""
         geometry = self._geometry
         routed = geometry.weights * geometry.top_k / geometry.experts
         operations = 2 * self._tokens * (routed + self._in_layers() / self._itemsize)
+        reading = operations * _seconds_per_operation(self._device)
+        fitting = geometry.weights * self._seconds_per_weight()
         return {
-            "calibration": round(operations * _seconds_per_operation(self._device), 1),
-            "quantize": round(geometry.weights * self._seconds_per_weight(), 1),
+            "calibration": round(reading, 1),
+            "quantize": round(fitting + self._joint * reading, 1),
         }
 
     def _in_layers(self) -> int:
@@ -193,13 +205,16 @@ class _Needs:
 
     def _seconds_per_weight(self) -> float:
         """Of the codebook fit, on random rows as long as the model's."""
-        cols = self._geometry.gate_up.cols
-        rows = torch.randn(max(1, (1 << 18) // cols), cols, device=self._device)
-        weights, ends = (
-            torch.ones(1, cols, device=self._device),
-            (self._widths[0], self._widths[-1]),
-        )
-        return _timed(lambda: fit_codebook(rows, weights, *ends, torch.float16)) / rows.numel()
+        cols, device = self._geometry.gate_up.cols, self._device
+        rows = torch.randn(max(1, _WEIGHTS_TIMED // cols), cols, device=device)
+        weights, hessian = torch.ones(1, cols, device=device), torch.eye(cols, device=device)
+
+        def fit() -> None:
+            book = fit_codebook(rows, weights, self._widths[0], self._widths[-1], torch.float16)
+            if self._joint:
+                refit(book, rows[None], hessian[None])
+
+        return _timed(fit) / rows.numel()
 
 
 def _seconds_per_operation(device: torch.device) -> float:

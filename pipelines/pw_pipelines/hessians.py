@@ -46,8 +46,6 @@ def read_hessians(
         advance: Called with the number of windows each time a layer has read some.
         ranks: Each reads a part of the text, and is given the sums of all.
     """
-    if not wanted:
-        return
     geometry = model.geometry
     sums = HessianSums(geometry, model.device, {geometry.slot(layer) for layer in wanted})
     own = part_of(windows, ranks)

@@ -269,7 +269,7 @@ def _write_blocks(
         if config.codebook == "kmeans":
             for layer in layers:
                 fit(layer, {})
-        else:
+        elif layers:
             model = ObservedModel(checkpoint, device, scratch=writer.path.parent)
             read_hessians(model, samples.windows, layers, fit, ranks=ranks)
     ranks.wait()

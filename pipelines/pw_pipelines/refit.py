@@ -37,6 +37,7 @@ _STRIP = 32  # columns whose changes reach the others by one product
 _STEPS = 8  # of conjugate gradients; tables start from the last ones
 _RIDGE = 1e-3  # pull of a level toward the one before, relative to the mean of diag H
 _DAMPING = 1e-2  # of the mean of diag H, added to it
+_AT_ONCE = {"cpu": 1 << 22, "cuda": 1 << 27}  # weights; a few hundred bytes each
 _TINY = torch.finfo(torch.float32).tiny
 
 
@@ -107,9 +108,15 @@ class _Rows:
     after: Tensor  # [E, N, W]
 
 
+def refit_bytes(weights: int, widths: int, device: str) -> int:
+    """Most bytes of temporaries for so many weights on a device type: five tensors and an index for
+    each weight and width, rounded up.
+    """
+    return min(weights, _AT_ONCE.get(device, _AT_ONCE["cuda"])) * (widths * 32 + 16)
+
+
 def _weights_at_once(weights: Tensor) -> int:
-    """Each takes some 150 bytes: temporaries stay below 700 MB on a CPU and 20 GB on a GPU."""
-    return 1 << (22 if weights.device.type == "cpu" else 27)
+    return _AT_ONCE.get(weights.device.type, _AT_ONCE["cuda"])
 
 
 def _rows_of(book: Codebook, blocks: int, rows: slice) -> _Rows:

@@ -54,12 +54,6 @@ def test_each_wanted_layer_is_given_once_with_the_moments_of_its_inputs(
             torch.testing.assert_close(prior, torch.diag(own.diagonal()), rtol=1e-2, atol=1e-2)
 
 
-def test_nothing_wanted_reads_nothing(model: ObservedModel) -> None:
-    advanced: list[int] = []
-    read_hessians(model, windows(), set(), lambda *_: None, advanced.append)
-    assert not advanced
-
-
 def test_tokens_that_are_not_finite_do_not_count() -> None:
     inputs, weights = torch.randn(7, 3), torch.rand(7)
     damaged = inputs.clone()
