@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pw.engine.request import RequestOutput, SamplingParams
-from pw.errors import EngineLostError as EngineLostError
+from pw.errors import EngineLostError
 
 if TYPE_CHECKING:
     from pw.engine.engine import Engine

@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 
 from pw.engine import AsyncEngine, Engine
-from pw.engine.loop import EngineLostError
 from pw.engine.request import RequestOutput, SamplingParams
-from pw.errors import RequestError
+from pw.errors import EngineLostError, RequestError
 from support.engines import open_engine, random_prompt
 
 LONG = SamplingParams(temperature=0, max_tokens=150, ignore_eos=True)

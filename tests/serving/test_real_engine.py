@@ -11,6 +11,7 @@ import openai
 import pytest
 
 from pw.engine import AsyncEngine
+from pw.errors import EngineLostError
 from support.engines import make_artifact, open_engine, random_prompt, tight_budget
 
 PROMPT_TOKENS, NEW_TOKENS = 60, 24
@@ -114,7 +115,7 @@ def test_an_engine_that_fails_ends_its_streams_and_says_so(
         next(iter(stream))
 
         def broken() -> Any:
-            raise RuntimeError("a fault made by the test")
+            raise EngineLostError("a fault made by the test")
 
         engine.step = broken  # type: ignore[method-assign]
         with pytest.raises(openai.APIError, match="engine failed"):

@@ -7,10 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 from pw.blocks import BlockShape, ExpertGeometry
-from pw.engine.loop import EngineLostError
 from pw.engine.request import BytesByClass, EngineStatus, RequestOutput, SamplingParams
 from pw.engine.wire import EngineInfo
-from pw.errors import RequestError
+from pw.errors import EngineLostError, RequestError
 
 GEOMETRY = ExpertGeometry((0, 1), 4, 2, BlockShape(64, 32), BlockShape(32, 32))
 
