@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+from dataclasses import replace
 
 import numpy as np
 
@@ -95,7 +96,7 @@ class AdaptivePrecision(PrecisionBase):
         except (OSError, StoreError) as error:
             self._note_failure(move, error)
         base = self._table.layouts[move.block % len(MODULES)].base_bits
-        if last_resort and base >= self._min_bits:
+        if last_resort and base >= self._least(hard=True):
             return self._reduce(move.block, base, move.damage, reason)
         return 0
 
@@ -130,6 +131,48 @@ class AdaptivePrecision(PrecisionBase):
                 self._pressure.reload_refused(turn, decision)
         elif below and not self._table.in_transfer and self._rebalance_is_due(turn):
             self._rebalance()
+
+    def reach(self, bits: int, pages: int, alone: bool) -> str | None:
+        """See `Precision`. Blocks above give up what those below need."""
+        self.aim = 0
+        below = np.flatnonzero(self._table.committed < bits)
+        if not len(below):
+            return None
+        if bits > self._max_bits:
+            return f"the precision policy allows {self._max_bits} bits, {bits} are asked for"
+        if (self._rests_until[below] > self._turn).any():
+            return f"planes of some blocks cannot be read, so {bits} bits cannot be reached"
+        self.aim = bits
+        still = [index for index in below.tolist() if index not in self._table.in_transfer]
+        wanted = pages + sum(self._table.raise_pages(index, bits) for index in still)
+        if not alone and wanted > self._pool.free_count + self.releasable():
+            self.aim = 0  # running sequences keep their pages
+            return None
+        if wanted > self._pool.free_count:
+            self._give(wanted - self._pool.free_count)
+        self._raise_to(bits)
+        return None
+
+    def _give(self, pages: int) -> None:
+        """Let blocks above the bits that are aimed at give up pages for those below."""
+        with self._planning():
+            found = plan(self._state(hard=False), pages * self._page_bytes)
+        freed = sum(self._try_reduce(move, "floor") for move in found.moves)
+        if found.moves:
+            self._note_plan("floor", found.moves, freed, pages)
+
+    def _raise_to(self, bits: int) -> None:
+        """Start raises of blocks below `bits` as far as pages are free."""
+        state = self._state(hard=False)
+        state = replace(
+            state, ceil=np.where(state.bits < bits, np.minimum(bits, state.ceil), state.bits)
+        )
+        with self._planning():
+            found = plan_reload(state, self._pool.free_count * self._page_bytes)
+        started = [move for move in found.moves if self._start_raise(move, "floor")]
+        if started:
+            taken = sum(len(self._table.in_transfer[move.block].pages) for move in started)
+            self._note_plan("floor", tuple(started), taken, taken)
 
     def _reload(self, pages: int, reason: str) -> bool:
         """Start raises worth so many pages. False when no block's next plane fits."""

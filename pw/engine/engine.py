@@ -149,6 +149,7 @@ class Engine:
         with self._books:
             outputs = self._queue_compiled()
             self._safe_point(idle=False)
+            outputs += self._meet_floor()
             chunks = parts.scheduler.schedule()
         if parts.table is not None:
             parts.table.publish()
@@ -269,6 +270,8 @@ class Engine:
         used = parts.kv.used_pages
         if parts.table is not None:
             parts.table.check_integrity()
+            if not parts.precision.holds(parts.precision.floor):
+                raise AssertionError(f"a block is below {parts.precision.floor} bits")
             used += parts.table.resident_pages()
         if used + parts.pool.free_count != parts.pool.num_pages:
             raise AssertionError("free + weight + KV pages are not all pages")
@@ -284,6 +287,17 @@ class Engine:
             0 if idle else self._parts.scheduler.pages_ahead(self._config.planner.forecast_steps)
         )
         self._parts.precision.safe_point(self._step, self._turn, ahead, idle)
+
+    def _meet_floor(self) -> list[RequestOutput]:
+        """Move planes until the next request has the bits it asks for; its end if it never will."""
+        wish = self._parts.scheduler.next_floor()
+        if wish is None:
+            self._parts.precision.aim = 0
+            return []
+        hopeless = self._parts.precision.reach(wish.bits, wish.pages, wish.alone)
+        if hopeless is None:
+            return []
+        return [self._end(wish.sequence, "error", hopeless, "precision_unavailable")]
 
     @property
     def _waiting(self) -> int:

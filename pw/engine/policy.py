@@ -53,6 +53,8 @@ def _check_width(parts: Parts, config: EngineConfig, bits: int) -> None:
     low, high = config.min_bits or table.min_bits, config.max_bits or table.max_bits
     if not low <= bits <= high:
         raise _refusal(f"static width must be between {low} and {high}: {bits}")
+    if bits < parts.precision.floor:
+        raise _refusal(f"a request that runs was promised {parts.precision.floor} bits: {bits}")
     weights = int(table.cost_bytes()[:, bits - table.min_bits].sum()) // parts.arena.page_bytes
     longest = parts.memory.max_model_len
     reserve = math.ceil(config.planner.low_watermark * parts.pool.num_pages) + 1

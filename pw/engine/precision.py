@@ -41,9 +41,13 @@ class Precision(Relief, Protocol):
     moves: int  # raises that landed
     move_seconds: float  # of those, from their start to their commit
     plans: int
-    plans_by_trigger: Mapping[str, int]
     plan_seconds: float  # in the planner
     failures: int  # transfers that failed; the old width stayed
+    aim: int  # bits that the next request waits for: nothing is planned below; 0 = none
+
+    @property
+    def plans_by_trigger(self) -> Mapping[str, int]:
+        """Plans made so far, by reason."""
 
     @property
     def pending(self) -> bool:
@@ -52,6 +56,18 @@ class Precision(Relief, Protocol):
     @property
     def history(self) -> tuple[dict[str, object], ...]:
         """The latest plans, newest last."""
+
+    def reach(self, bits: int, pages: int, alone: bool) -> str | None:
+        """Move towards at least `bits` for every block. At safe points, until `holds(bits)`.
+
+        Args:
+            bits: What the next request asks for.
+            pages: That must be free for KV besides.
+            alone: Nothing runs whose pages might come free later.
+
+        Returns:
+            Why it will never be, if that is so.
+        """
 
     def safe_point(self, step: int, turn: int, pages_ahead: int, idle: bool) -> None:
         """Change bits where that is due, between two forward steps.
@@ -68,6 +84,7 @@ class FixedPrecision:
     """Static widths, or no widths at all (dense): nothing to release, nothing to raise."""
 
     pending = False
+    floor = aim = 0
     history: tuple[dict[str, object], ...] = ()
     bytes_released = bytes_reloaded = transitions = moves = plans = failures = 0
     move_seconds = plan_seconds = 0.0
@@ -80,6 +97,14 @@ class FixedPrecision:
     def releasable(self) -> int:
         """See `pw.engine.scheduler.Relief`."""
         return 0
+
+    def holds(self, bits: int) -> bool:
+        """Requests that ask for more than there is are not admitted."""
+        return True
+
+    def reach(self, bits: int, pages: int, alone: bool) -> str | None:
+        """Nothing moves."""
+        return None
 
     def safe_point(self, step: int, turn: int, pages_ahead: int, idle: bool) -> None:
         """Nothing moves."""
@@ -109,6 +134,7 @@ class PrecisionBase:
         self.transitions = self.moves = self.plans = self.failures = 0
         self.plans_by_trigger: Counter[str] = Counter()
         self.plan_seconds = self.move_seconds = 0.0
+        self.floor = self.aim = 0
         self._begun: dict[int, float] = {}  # block in transfer -> monotonic seconds
 
     @property
@@ -131,18 +157,31 @@ class PrecisionBase:
         now = self._cost[rows, state.index(state.bits)]
         return int((now - self._cost[rows, state.index(floors)]).sum()) // self._page_bytes
 
+    def holds(self, bits: int) -> bool:
+        """See `pw.engine.scheduler.Relief`."""
+        return int(self._table.committed.min()) >= bits
+
+    def _least(self, *, hard: bool) -> int:
+        """Bits that no plan goes below. With `hard` those that a request only waits for do not
+        count.
+        """
+        asked = self.floor if hard else max(self.floor, self.aim)
+        return max(self._min_bits, min(asked, self._max_bits))
+
     def _state(self, *, hard: bool) -> PlannerState:
         """What the planner sees. Blocks in transfer stay, and those whose transfer failed lately.
 
-        With `hard` no floor holds but the least width, and nothing rests.
+        With `hard` no floor holds but the least width and those of requests that run, and nothing
+        rests.
         """
         bits = self._table.committed.copy()
         ceil = np.full_like(bits, self._max_bits)
         state = self._quality.state(bits, ceil)
-        floors = state.floors.clip(self._min_bits, self._max_bits)
+        least = self._least(hard=hard)
+        floors = state.floors.clip(least, self._max_bits)
         fixed = self._rests_until > self._turn
         if hard:
-            floors, fixed = np.full_like(bits, self._min_bits), np.zeros_like(fixed)
+            floors, fixed = np.full_like(bits, least), np.zeros_like(fixed)
         fixed[list(self._table.in_transfer)] = True
         floors[fixed] = ceil[fixed] = bits[fixed]
         return replace(state, floors=floors, layer_floor=0.0 if hard else state.layer_floor)
@@ -261,6 +300,13 @@ class ReplayedPrecision(PrecisionBase):
         self._step = step
         self._apply(urgent=False)
 
+    def reach(self, bits: int, pages: int, alone: bool) -> str | None:
+        """See `Precision`. The trace has the moves; without steps no more of them come."""
+        if self.holds(bits) or not alone:
+            return None
+        self._diverge(f"a request waits for {bits} bits")
+        return f"the trace that is replayed does not reach {bits} bits"
+
     def _apply(self, *, urgent: bool) -> int:
         """Transitions of this step, in order, up to the first of the other kind; pages freed."""
         todo = self._transitions.get(self._step, [])
@@ -281,7 +327,7 @@ class ReplayedPrecision(PrecisionBase):
         if index in table.in_transfer:
             return False
         if transition.event == "reduce":
-            return to_bits < int(table.committed[index])
+            return self.floor <= to_bits < int(table.committed[index])
         return (
             to_bits > int(table.committed[index])
             and table.raise_pages(index, to_bits) <= self._pool.free_count
@@ -302,9 +348,10 @@ class ReplayedPrecision(PrecisionBase):
     def _give_up_all(self, reason: str) -> int:
         self._diverge("the oldest sequence does not fit")
         free = self._pool.free_count
+        least = self._least(hard=True)
         for index, bits in enumerate(self._table.committed.tolist()):
-            if bits > self._min_bits and index not in self._table.in_transfer:
-                self._reduce(index, self._min_bits, 0.0, reason)
+            if bits > least and index not in self._table.in_transfer:
+                self._reduce(index, least, 0.0, reason)
         return self._pool.free_count - free
 
     def _diverge(self, what: str) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from pw.engine.sequence import Chunk, Sequence
 from pw.memory.kv_cache import KvCache
@@ -22,7 +22,13 @@ UNQUANTIZED = PrecisionTag(16.0, 16, b"unquantized")
 
 
 class Relief(Protocol):
-    """Who can make pages free (the precision controller)."""
+    """Who can make pages free (the precision controller).
+
+    Attributes:
+        floor: Bits below which no block may fall while the running sequences run; 0 = none.
+    """
+
+    floor: int
 
     def release(self, pages: int, reason: str, *, last_resort: bool = False) -> int:
         """Free pages by giving up planes; how many came free (0 = no more to give).
@@ -32,6 +38,18 @@ class Relief(Protocol):
 
     def releasable(self) -> int:
         """Pages that `release` could free in all within the soft floors."""
+
+    def holds(self, bits: int) -> bool:
+        """Whether every block has at least so many bits now."""
+
+
+class FloorWish(NamedTuple):
+    """What the next sequence to be let in asks of the weights (`SamplingParams.min_bits`)."""
+
+    sequence: Sequence
+    bits: int  # least bits of every block
+    pages: int  # that it and the running sequences need beside the weights
+    alone: bool  # nothing runs
 
 
 class Scheduler:
@@ -76,6 +94,16 @@ class Scheduler:
         self._admit(chunks)
         return list(chunks.values())
 
+    def next_floor(self) -> FloorWish | None:
+        """The wish of the next sequence, if it has one and there is a place for it."""
+        if not self.waiting or len(self.running) >= self._max_seqs:
+            return None
+        sequence = self.waiting[0]
+        if sequence.params.min_bits is None:
+            return None
+        pages = self._kv.pages_for_tokens(sequence.length + 1) + self.pages_ahead(1)
+        return FloorWish(sequence, sequence.params.min_bits, pages, not self.running)
+
     def pages_ahead(self, steps: int) -> int:
         """Pages that the running sequences will ask for within so many decode steps."""
         return sum(
@@ -104,6 +132,7 @@ class Scheduler:
         """
         if sequence in self.running:
             self.running.remove(sequence)
+            self._set_floor()
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
         if sequence.kv is not None:
@@ -134,13 +163,14 @@ class Scheduler:
         while self.waiting and len(self.running) < self._max_seqs:
             budget = self._max_tokens - sum(chunk.count for chunk in chunks.values())
             sequence = self.waiting[0]
-            if budget <= 0:
+            if budget <= 0 or not self._relief.holds(sequence.params.min_bits or 0):
                 return
             match = self._find_prefix(sequence)
             if not self._fits(sequence, match):
                 return
             self.waiting.popleft()
             self.running.append(sequence)
+            self._set_floor()
             self._let_in(sequence, match)
             if not self._grow(sequence, min(sequence.length - match.tokens, budget), chunks):
                 return
@@ -175,6 +205,9 @@ class Scheduler:
         needed = own + self.pages_ahead(1)
         return needed <= self._pool.free_count + self._relief.releasable()
 
+    def _set_floor(self) -> None:
+        self._relief.floor = max((seq.params.min_bits or 0 for seq in self.running), default=0)
+
     def _lacking(self, sequence: Sequence, tokens: int) -> int:
         assert sequence.kv is not None
         return self._kv.pages_to_grow(sequence.kv, tokens) - self._pool.free_count
@@ -182,6 +215,7 @@ class Scheduler:
     def _preempt(self, sequence: Sequence) -> None:
         assert sequence.kv is not None
         self.running.remove(sequence)
+        self._set_floor()
         self._kv.close(sequence.kv)
         sequence.kv = None
         sequence.computed = sequence.reused = 0

@@ -21,6 +21,7 @@ def admission(limit: int = LIMIT, stated: int = LIMIT, tokenizer: Any = BYTE_LEV
     inner = SimpleNamespace(backend_tokenizer=tokenizer)
     parts: Any = SimpleNamespace(
         tokenizer=SimpleNamespace(inner=inner, eos_token_ids=(EOS,), vocab_size=VOCABULARY),
+        table=None,
         memory=SimpleNamespace(max_model_len=limit),
         stated_model_len=stated,
         skeleton=SimpleNamespace(vocab_size=VOCABULARY + 5, device=torch.device("cpu")),

@@ -23,6 +23,7 @@ class Weights:
         self.pool, self.soft, self.hard = pool, soft, hard
         self.pages = pool.take(soft + hard, 0)
         self.calls: list[tuple[int, str, bool]] = []
+        self.floor = 0
 
     def release(self, pages: int, reason: str, *, last_resort: bool = False) -> int:
         self.calls.append((pages, reason, last_resort))
@@ -34,6 +35,9 @@ class Weights:
 
     def releasable(self) -> int:
         return self.soft
+
+    def holds(self, bits: int) -> bool:
+        return True
 
 
 class Bench:
