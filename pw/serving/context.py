@@ -21,6 +21,7 @@ from pw.serving.limits import AdmissionGate, ServingLimits
 from pw.serving.logprobs import TokenTexts
 from pw.serving.metrics import ServingMetrics
 from pw.serving.prompts import EncodedPrompt, PromptEncoder
+from pw.serving.tool_parsers import SYNTAXES
 from pw.serving.tools import ToolSettings
 from pw.serving.watch import Watch
 
@@ -52,6 +53,11 @@ class ServingConfig:
             raise ConfigError("at least one served model name is needed, none of them empty")
         if not all((*self.api_keys, *self.admin_keys)):
             raise ConfigError("an API key is empty", "leave the option out to need no key")
+        if self.tool_call_parser not in ("auto", *SYNTAXES):
+            raise ConfigError(
+                f"--tool-call-parser must be auto or one of {', '.join(SYNTAXES)}: "
+                f"`{self.tool_call_parser}`"
+            )
 
 
 class ServingContext:

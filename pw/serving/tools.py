@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from pw.errors import ConfigError, RequestError
+from pw.errors import RequestError
 from pw.serving.chat_schemas import ToolUse
 from pw.serving.engine_protocol import TokenizerProtocol
 from pw.serving.tool_parsers import SYNTAXES, CallList, MarkedCalls, NamedCall, Syntax, ToolParser
@@ -31,14 +31,7 @@ class ToolSettings:
             tokenizer: Its chat template tells the syntax that `auto` means.
             name: Of a syntax, or `auto`.
             auto: Whether tool_choice `auto` is allowed.
-
-        Raises:
-            ConfigError: The name is none.
         """
-        if name != "auto" and name not in SYNTAXES:
-            raise ConfigError(
-                f"--tool-call-parser must be auto or one of {', '.join(SYNTAXES)}: `{name}`"
-            )
         template = tokenizer.chat_template
         syntax = (
             next((each for each in SYNTAXES.values() if each.begin in template), None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 
 import pytest
 
@@ -171,6 +172,36 @@ def test_product_of_choices_and_prompts_is_bounded(served):
 def test_conversation_is_bounded(served):
     body = {"messages": [{"role": "user", "content": "1"}] * 4097}
     assert "4096" in check_error(served.http.post(CHAT, json=body), 400, param="messages")
+
+
+def test_a_text_that_must_be_too_long_is_not_even_encoded(served):
+    served.context.encoder._longest_token, before = 2, served.context.encoder._longest_token
+    body = {"prompt": ["1", "x" * 8193]}
+    message = check_error(
+        served.http.post(COMPLETIONS, json=body), 400, "context_length_exceeded", "prompt"
+    )
+    served.context.encoder._longest_token = before
+    assert all(number in message for number in ("4096", "8193"))
+
+
+def test_a_strict_server_names_the_unknown_field(start):
+    with start(config=ServingConfig(("fake",), strict=True)) as served:
+        body = {"prompt": "1", "user": "me", "a_field_of_tomorrow": 1}
+        answer = served.http.post(COMPLETIONS, json=body)
+        message = check_error(answer, 400, "unknown_parameter", "a_field_of_tomorrow")
+        assert "a_field_of_tomorrow" in message
+        del body["a_field_of_tomorrow"]
+        assert served.http.post(COMPLETIONS, json=body).status_code == 200
+
+
+@pytest.mark.parametrize(("log", "lines"), [(False, 0), (True, 1)])
+def test_prompts_are_logged_only_when_asked_for_and_cut(start, caplog, log, lines):
+    caplog.set_level(logging.INFO, "pw.serving")
+    with start(config=ServingConfig(("fake",), log_prompts=log, max_log_len=9)) as served:
+        served.http.post(COMPLETIONS, json={"prompt": "100 200 300", "max_tokens": 1})
+    found = [record.getMessage() for record in caplog.records if "100" in record.getMessage()]
+    assert len(found) == lines
+    assert all("prompt '100 200 3'," in text for text in found)
 
 
 def test_long_input_is_not_sent_back(served):

@@ -230,7 +230,7 @@ def test_the_template_tells_the_syntax():
     assert ToolSettings.of_model(tokenizer).syntax is None
     assert ToolSettings.of_model(tokenizer, "mistral").syntax.begin == "[TOOL_CALLS]"
     with pytest.raises(ConfigError, match="hermes"):
-        ToolSettings.of_model(tokenizer, "other")
+        ServingConfig(("fake",), tool_call_parser="other")
 
 
 def test_marks_that_are_special_tokens_are_kept(start):
