@@ -87,43 +87,61 @@ def run_evaluation(
 ) -> tuple[Sweep, dict[str, Any]]:
     """Score an artifact; the sweep and its description (see `pw.evaluation.report.document`)."""
     from pw.engine import Engine
-    from pw.evaluation.perplexity import cut_chunks
     from pw.evaluation.report.document import document
     from pw.evaluation.report.provenance import provenance, sha256_of
-    from pw.evaluation.sweep import Job, Sweeper
-    from pw.evaluation.task_runs import prepare
-    from pw.evaluation.tasks import load_task
-    from pw.models.checkpoint import Checkpoint
+    from pw.evaluation.sweep import Sweeper
     from pw.models.tokenizer import load_tokenizer
-    from pw_pipelines.calibration import bos_prefix
 
     tasks = tasks or TaskOptions()
-    tokenizer = load_tokenizer(path)
-    prefix = bos_prefix(tokenizer)
-    whole = _read_text(text.text)
-    ids = tokenizer.encode(whole, add_special_tokens=False)
-    chunks = cut_chunks(ids, text.seqlen, prefix=prefix, limit=text.max_chunks)
     config = compared.unlimited
     seed = config.seed or 0
-    settings = tasks.settings(seed)
-    asked = [prepare(load_task(name), tokenizer, settings, prefix) for name in tasks.names]
-    job = Job(chunks, prefix, asked, text.concurrency, kl)
-    limits: dict[str, Any] = {"max_num_seqs": min(config.max_num_seqs, text.concurrency)}
-    if not harness_files and config.max_model_len is None:
-        stated = int(Checkpoint.open(path).architecture.config.max_position_embeddings)
-        longest = max((each.longest for each in asked), default=0)
-        limits["max_model_len"] = max(text.seqlen, min(longest, stated))
+    tokenizer, whole = load_tokenizer(path), _read_text(text.text)
+    job = _job(tokenizer, whole, text, tasks, seed, kl)
+    bounds = _bounds(path, config, job, open_ended=bool(harness_files))
 
     def make_engine(policy: PrecisionPolicy, budget: int | None) -> Engine:
-        bounds = limits if budget is None else limits | {"memory_budget": budget}
-        return Engine.from_artifact(path, replace(config, policy=policy, **bounds))
+        limits = bounds if budget is None else bounds | {"memory_budget": budget}
+        return Engine.from_artifact(path, replace(config, policy=policy, **limits))
 
-    harness = _harness(harness_files, tokenizer, settings, job)
+    harness = _harness(harness_files, tokenizer, tasks.settings(seed), job)
     sweeper = Sweeper(make_engine, job, progress_of(common).stage, harness)
     sweep = sweeper.run(compared.policies, compared.budgets, compared.reference)
     origin = provenance(sys.argv[1:], path, config.device, {"bootstrap": 0, "few-shot": seed})
     about = {"name": text.text, "sha256": sha256_of(whole)}
     return sweep, document(sweep, job, about, origin)
+
+
+def _job(
+    tokenizer: Tokenizer, whole: str, text: TextOptions, tasks: TaskOptions, seed: int, kl: bool
+) -> Job:
+    """What every policy is asked: chunks of the text, questions of the tasks."""
+    from pw.evaluation.perplexity import cut_chunks
+    from pw.evaluation.sweep import Job
+    from pw.evaluation.task_runs import prepare
+    from pw.evaluation.tasks import load_task
+    from pw_pipelines.calibration import bos_prefix
+
+    prefix = bos_prefix(tokenizer)
+    ids = tokenizer.encode(whole, add_special_tokens=False)
+    chunks = cut_chunks(ids, text.seqlen, prefix=prefix, limit=text.max_chunks)
+    settings = tasks.settings(seed)
+    asked = [prepare(load_task(name), tokenizer, settings, prefix) for name in tasks.names]
+    return Job(chunks, prefix, asked, text.concurrency, kl)
+
+
+def _bounds(path: Path, config: EngineConfig, job: Job, *, open_ended: bool) -> dict[str, Any]:
+    """Limits of every engine: no more sequences and no longer ones than the job has.
+
+    Tables and scratch grow with both, and would count where bytes are compared.
+    """
+    from pw.models.checkpoint import Checkpoint
+
+    bounds = {"max_num_seqs": min(config.max_num_seqs, job.concurrency)}
+    if not open_ended and config.max_model_len is None:
+        stated = int(Checkpoint.open(path).architecture.config.max_position_embeddings)
+        longest = max((asked.longest for asked in job.tasks), default=0)
+        bounds["max_model_len"] = max(len(job.chunks[0]), min(longest, stated))
+    return bounds
 
 
 def compare(config: EngineConfig, options: ComparisonOptions) -> Compared:

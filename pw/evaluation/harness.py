@@ -155,26 +155,8 @@ def run_harness(
         PwError: The harness found nothing to report.
     """
     started = time.monotonic()
-    logging.getLogger("lm_eval").setLevel(logging.ERROR)
-    limit = settings.limit
-    with contextlib.redirect_stderr(io.StringIO()):  # of bars
-        answer = simple_evaluate(
-            model=EngineLM(engine, tokenizer, prefix, concurrency),
-            tasks=[str(file) for file in files],
-            task_manager=TaskManager(include_defaults=False),
-            num_fewshot=settings.num_fewshot or None,
-            limit=int(limit) if limit is not None and limit >= 1 else limit,
-            log_samples=True,
-            apply_chat_template=settings.apply_chat_template,
-            fewshot_as_multiturn=settings.apply_chat_template,
-            random_seed=settings.seed,
-            numpy_random_seed=settings.seed,
-            torch_random_seed=settings.seed,
-            fewshot_random_seed=settings.seed,
-            bootstrap_iters=1000,
-        )
-    if answer is None:
-        raise PwError("lm-evaluation-harness gave no result")
+    model = EngineLM(engine, tokenizer, prefix, concurrency)
+    answer = _answer(model, [str(file) for file in files], settings)
     return [
         HarnessResult(
             task=name,
@@ -187,6 +169,31 @@ def run_harness(
         )
         for name, found in answer["results"].items()
     ]
+
+
+def _answer(model: EngineLM, files: list[str], settings: TaskSettings) -> dict[str, Any]:
+    """What the harness returns; its progress bars are not shown."""
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    limit, seed = settings.limit, settings.seed
+    with contextlib.redirect_stderr(io.StringIO()):
+        answer: dict[str, Any] | None = simple_evaluate(
+            model=model,
+            tasks=files,
+            task_manager=TaskManager(include_defaults=False),
+            num_fewshot=settings.num_fewshot or None,
+            limit=int(limit) if limit is not None and limit >= 1 else limit,
+            log_samples=True,
+            apply_chat_template=settings.apply_chat_template,
+            fewshot_as_multiturn=settings.apply_chat_template,
+            random_seed=seed,
+            numpy_random_seed=seed,
+            torch_random_seed=seed,
+            fewshot_random_seed=seed,
+            bootstrap_iters=1000,
+        )
+    if answer is None:
+        raise PwError("lm-evaluation-harness gave no result")
+    return answer
 
 
 class _Reader(yaml.SafeLoader):

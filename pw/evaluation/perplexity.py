@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pw.engine.request import BytesByClass, SamplingParams
+from pw.engine.request import BytesByClass, EngineStatus, SamplingParams
 from pw.errors import ConfigError, PwError
 from pw.evaluation.bootstrap import Interval, mean_interval
 from pw.evaluation.divergence import Reference
@@ -118,16 +118,17 @@ def perplexity(
             compare.take(int(request_id.rpartition("-")[2]), position, logits)
 
     scores: dict[int, tuple[float, float]] = {}
+    outputs = run_in_flight(
+        engine,
+        chunks,
+        _SCORE,
+        concurrency=concurrency,
+        what="chunk",
+        after_step=watch.next_step,
+    )
     engine.observe_prompt_logits(observe)
     try:
-        for index, output in run_in_flight(
-            engine,
-            chunks,
-            _SCORE,
-            concurrency=concurrency,
-            what="chunk",
-            after_step=watch.next_step,
-        ):
+        for index, output in outputs:
             scored = [p.logprob for p in output.prompt_logprobs[first:] if p is not None]
             if len(scored) != len(chunks[index]) - first:
                 raise PwError(f"chunk {index} came back with {len(scored)} log-probabilities")
@@ -136,25 +137,37 @@ def perplexity(
     finally:
         engine.observe_prompt_logits(None)
     kl = None if compare is None or is_reference else compare.kl
-    chunk_nll = tuple(scores[index][0] for index in range(len(chunks)))
+    ordered = [scores[index] for index in range(len(chunks))]
+    shape = (len(chunks[0]), sum(len(chunk) - first for chunk in chunks))
+    return _report(engine.status(), ordered, shape, kl, watch.usage(), time.monotonic() - started)
+
+
+def _report(
+    status: EngineStatus,
+    scores: Sequence[tuple[float, float]],  # (nll, mean bits) of each chunk
+    shape: tuple[int, int],  # tokens of a chunk, scored tokens of all
+    kl: NDArray[np.float64] | None,  # [chunks, tokens]
+    usage: Usage,
+    seconds: float,
+) -> PerplexityReport:
+    chunk_nll, chunk_bits = zip(*scores, strict=True)
     nll = mean_interval(chunk_nll)
-    status = engine.status()
     return PerplexityReport(
         policy=status.policy,
         perplexity=math.exp(nll.mean),
         nll=nll,
         chunk_nll=chunk_nll,
-        chunk_bits=tuple(scores[index][1] for index in range(len(chunks))),
-        chunk_tokens=len(chunks[0]),
-        tokens=sum(len(chunk) - first for chunk in chunks),
+        chunk_bits=chunk_bits,
+        chunk_tokens=shape[0],
+        tokens=shape[1],
         kl=None if kl is None else mean_interval(kl.mean(1).tolist()),
         chunk_kl=None if kl is None else tuple(kl.mean(1).tolist()),
         kl_quantiles=None if kl is None else _quantiles(kl),
-        usage=watch.usage(),
+        usage=usage,
         bytes_over_budget=status.bytes_over_budget,
         preemptions=status.preemptions,
         transitions=status.transitions,
-        seconds=time.monotonic() - started,
+        seconds=seconds,
     )
 
 
