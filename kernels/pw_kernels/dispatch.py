@@ -176,8 +176,9 @@ def attention_scratch_bytes(
     if name == "triton":  # parts of every query, as far as they are taken at all
         module = _module("triton_attention")
         assert module is not None
-        parts = -(-context // module.SPLIT_KEYS) + 1  # block tables end with a page
-        return min(module.WORKSPACE_BYTES, 4 * tokens * heads * parts * (value_size + 2))
+        parts: int = -(-context // module.SPLIT_KEYS) + 1  # block tables end with a page
+        limit: int = module.WORKSPACE_BYTES
+        return min(limit, 4 * tokens * heads * parts * (value_size + 2))
     # Keys and values in fp32, once as stored and once for every head; four copies of the scores.
     gathered = (2 * kv_heads + heads) * (key_size + value_size)
     return 4 * context * (gathered + 4 * heads * tokens)
