@@ -39,6 +39,7 @@ class Score:
 
     logprob: float  # summed over its tokens, in nats
     greedy: bool  # whether each of its tokens is the likeliest at its place
+    bits: float  # mean bits of the routed weights when it was scored
 
 
 def encode_pair(
@@ -133,4 +134,5 @@ def _score(outputs: Sequence[RequestOutput], count: int, index: int) -> Score:
     return Score(
         logprob=math.fsum(entry.logprob for entry in scored),
         greedy=all(entry.logprob == entry.top[0][1] for entry in scored),
+        bits=outputs[-1].mean_bits,
     )

@@ -52,6 +52,7 @@ class EngineLM(TemplateLM):
         super().__init__()
         self._engine, self._tokenizer, self._prefix = engine, tokenizer, list(prefix)
         self._concurrency = concurrency
+        self.bits: list[float] = []  # mean bits of the routed weights at each request's end
         self.tokenizer = tokenizer.inner
 
     @property
@@ -98,6 +99,7 @@ class EngineLM(TemplateLM):
         scores = score_pairs(
             self._engine, pairs, max_model_len=self.max_length, concurrency=self._concurrency
         )
+        self.bits += [score.bits for score in scores]
         return [(score.logprob, score.greedy) for score in scores]
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
@@ -126,8 +128,14 @@ class EngineLM(TemplateLM):
                 stop=tuple(text for text in wanted["until"] if text),
             )
             prompt = self.tok_encode(context)[-(self.max_length - count) :]
-            outputs = run_in_flight(self._engine, [prompt], params, concurrency=1, what="item")
-            texts.append("".join(output.text for _, output in outputs))
+            outputs = [
+                output
+                for _, output in run_in_flight(
+                    self._engine, [prompt], params, concurrency=1, what="item"
+                )
+            ]
+            texts.append("".join(output.text for output in outputs))
+            self.bits.append(outputs[-1].mean_bits)
         return texts
 
 
@@ -163,7 +171,7 @@ def run_harness(
             items=len(answer["samples"].get(name, ())),
             version=str(answer["versions"].get(name, "")),
             metrics={key: value for key, value in found.items() if isinstance(value, float)},
-            mean_bits=engine.status().mean_bits,
+            mean_bits=sum(model.bits) / max(len(model.bits), 1),
             seconds=time.monotonic() - started,
             samples=answer["samples"].get(name, []),
         )

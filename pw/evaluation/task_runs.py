@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from pw.engine.request import EngineStatus, SamplingParams
+from pw.engine.request import SamplingParams
 from pw.errors import ConfigError
 from pw.evaluation.bootstrap import Interval, mean_interval
 from pw.evaluation.continuations import Encoder, Pair, Score, encode_pair, score_pairs
@@ -40,9 +40,6 @@ class TaskEngine(Stepper, Protocol):
     @property
     def max_model_len(self) -> int:
         """Tokens of prompt and output together at most."""
-
-    def status(self) -> EngineStatus:
-        """A snapshot."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +65,7 @@ class TaskResult:
     truncated: int  # prompts that lost tokens at their beginning
     metrics: dict[str, Interval]
     values: dict[str, tuple[float, ...]]  # of each metric, per item: what paired intervals need
-    mean_bits: float  # when the task was done
+    mean_bits: float  # of the routed weights, mean over what was scored
     seconds: float
     samples: list[dict[str, Any]] = field(default_factory=list, repr=False)
 
@@ -81,7 +78,7 @@ class HarnessResult:
     items: int
     version: str
     metrics: dict[str, float]  # "acc,none", "acc_stderr,none", ...
-    mean_bits: float  # when the task was done
+    mean_bits: float  # of the routed weights, mean over the requests of all tasks of the call
     seconds: float  # of all tasks of the call
     samples: list[dict[str, Any]] = field(default_factory=list, repr=False)
 
@@ -171,7 +168,7 @@ def run_task(
         truncated=sum(len(p.context) + len(p.continuation) > limit for e in asked.pairs for p in e),
         metrics={name: mean_interval(each) for name, each in values.items()},
         values={name: tuple(each) for name, each in values.items()},
-        mean_bits=engine.status().mean_bits,
+        mean_bits=float(np.mean([score.bits for found in scores for score in found])),
         seconds=time.monotonic() - started,
         samples=[_sample(asked, index, scores, written, values) for index in range(len(scores))],
     )

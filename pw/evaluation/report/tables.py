@@ -113,6 +113,7 @@ def tasks(described: Described) -> list[Table]:
             (
                 row["policy"],
                 budget_of(row),
+                f"{result['mean_bits']:.2f}",
                 *(cell for metric in metrics for cell in _metric(result, metric)),
             )
             for row, result in rows
@@ -125,7 +126,13 @@ def tasks(described: Described) -> list[Table]:
             note += f"{result['truncated']} prompts were too long and lost their beginning. "
         legend = tuple((metric, METRICS[metric]) for metric in metrics)
         found.append(
-            Table(title, ("policy", "budget", *columns), tuple(cells), note.strip(), legend=legend)
+            Table(
+                title,
+                ("policy", "budget", "mean bits", *columns),
+                tuple(cells),
+                note.strip(),
+                legend=legend,
+            )
         )
     return found
 
@@ -145,13 +152,14 @@ def harness(described: Described) -> Table:
             f"{found['task']} ({found['items']})",
             row["policy"],
             budget_of(row),
+            f"{found['mean_bits']:.2f}",
             ", ".join(f"{name} {value:.4f}" for name, value in found["metrics"].items()),
         )
         for row in scored(described)
         for found in row["harness"]
     ]
-    columns = ("task (items)", "policy", "budget", "metrics")
-    return Table("lm-evaluation-harness", columns, tuple(rows), "In its own words.", 4)
+    columns = ("task (items)", "policy", "budget", "mean bits", "metrics")
+    return Table("lm-evaluation-harness", columns, tuple(rows), "In its own words.", 3)
 
 
 @dataclass(frozen=True)

@@ -109,8 +109,9 @@ def test_every_row_says_its_widths_and_where_it_fits(described: dict[str, Any]) 
     assert [name for name, _ in held.legend] == ["planes", "experts_dense", "kv", "free"]
     assert all(len(row) == len(held.columns) for row in held.rows)
     assert task.title == "Task own, 3 items"
-    assert task.rows[0][2].startswith("~ 0.333 [")  # at chance, and says so
-    assert theirs.rows[0][3] == "acc,none 0.2500"
+    assert [row[2] for row in task.rows] == ["16.00", "3.00", "4.00", "5.00", "4.00"]
+    assert task.rows[0][3].startswith("~ 0.333 [")  # at chance, and says so
+    assert theirs.rows[0][3:] == ("4.00", "acc,none 0.2500")
 
 
 def test_findings_hold_adaptive_rows_against_what_else_fits(described: dict[str, Any]) -> None:
