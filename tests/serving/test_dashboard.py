@@ -203,7 +203,7 @@ def test_figures_and_maps_are_those_of_the_engine(driver: Any) -> None:
         width = float(
             page.js("return document.getElementById('pages').style.width").removesuffix("px")
         )
-        size = min(20, int((width * 190 / len(kinds)) ** 0.5))
+        size = min(20, int((width * 240 / len(kinds)) ** 0.5))
         for number in (0, 1, 60, 61, 62, 100):
             kind = KINDS[kinds[number]]
             row, column = divmod(number, int(width // size))

@@ -87,7 +87,7 @@ function draw(chart) {
   const last = lastSample();
   if (!last || width <= 0) return;
   const end = last.time;
-  const begin = end - 60 * minutes;
+  const begin = beginOf(end);
   const shown = samples.filter((sample) => sample.time >= begin - 2);
   const heights = shown.map((sample) => sums(chart, sample));
   const most = Math.max(...heights.map((sums) => Math.max(...sums)));
@@ -110,6 +110,9 @@ function draw(chart) {
   chart.image.replaceChildren(...parts);
   chart.value.textContent = valueText(chart, at);
 }
+
+/** Where the charts begin: the minutes asked for, or less where there is less, but a minute. */
+const beginOf = (end) => Math.min(end - 60, Math.max(end - 60 * minutes, samples[0].time));
 
 /** Values of a sample, each on top of those before it where they are stacked. */
 function sums(chart, sample) {
@@ -143,7 +146,8 @@ function hover(chart, x) {
   const last = lastSample();
   const width = chart.image.clientWidth - RIGHT;
   if (!last || x > width) return null;
-  const time = last.time - 60 * minutes * (1 - x / width);
+  const begin = beginOf(last.time);
+  const time = begin + ((last.time - begin) * x) / width;
   const nearest = samples.reduce((best, sample) => (Math.abs(sample.time - time) < Math.abs(best.time - time) ? sample : best), last);
   if (Math.abs(nearest.time - time) > 3) return null;
   hovered = nearest;

@@ -66,7 +66,8 @@ function showStatus(status) {
   rateTile("prompts", now?.prompt_tokens_per_second, `${count(status.prompt_tokens)}${cached}`);
   $("running").replaceChildren(count(status.running), make("small", {}, ` running  ${count(status.waiting)} waiting`));
   const preempted = status.preemptions ? `, ${count(status.preemptions)} preempted` : "";
-  text("finished", `${count(status.finished)} done, ${count(status.failed)} failed${preempted}`);
+  const failed = status.failed ? `, ${count(status.failed)} failed` : "";
+  text("finished", `${count(status.finished)} done${failed}${preempted}`);
   const room = status.pages_kv + status.pages_free;
   text("kv", percent(room ? status.pages_kv / room : 0));
   text("kv-bytes", `${bytes(status.bytes.kv)} of ${bytes(room * status.page_bytes)} room`);

@@ -4,7 +4,7 @@ import { bytes, count, percent } from "./format.js";
 import { $, colour, make, onThemeChange, prepare, text, tooltip } from "./dom.js";
 
 const PLANES = 8;
-const HEIGHT = 190; // of the picture, about
+const HEIGHT = 240; // of the picture, about
 // Kinds of pages by their letters in /v1/pw/precision: planes are digits.
 const KINDS = { L: ["lut", "lookup tables"], M: ["moving", "on their way back"], K: ["kv", "KV cache"], F: ["free", "free"],
   C: ["cached", "free, holds a prefix that may be used again"] };
