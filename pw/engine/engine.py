@@ -28,6 +28,7 @@ from pw.engine.computing import Computed, StepComputer
 from pw.engine.grammar_queue import GrammarQueue
 from pw.engine.outputs import Widths, accept_token, finish_without_token
 from pw.engine.policy import switch_policy
+from pw.engine.probe import refuse_overflow
 from pw.engine.request import (
     EngineStatus,
     FinishReason,
@@ -79,7 +80,11 @@ class Engine:
             BudgetError: Weights at their least widths and one short sequence do not fit.
             ConfigError: A setting cannot be honoured.
         """
-        return cls(build_parts(Path(path), config), config)
+        parts = build_parts(Path(path), config)
+        engine = cls(parts, config)
+        refuse_overflow(engine, parts.skeleton.dtype)
+        engine._counters = Counters()  # a probe is no request
+        return engine
 
     # -- requests --------------------------------------------------------------------------
 

@@ -88,15 +88,20 @@ def test_a_long_old_request_is_not_held_up_by_a_floor(qwen: tuple[Any, Path]) ->
 
 def test_what_the_budget_cannot_hold_is_refused_with_numbers(qwen: tuple[Any, Path]) -> None:
     engine = squeezed(qwen[1], 60, bits=4)
-    with pytest.raises(RequestError, match=r"at 4 bits \(\d+ without min_bits\)") as refused:
+    with pytest.raises(RequestError, match=r"at 4 bits \(\d+ without min_bits\)") as seen:
         engine.add_request("r", random_prompt(60, 1), greedy(60, min_bits=4))
-    assert refused.value.code == "context_length_exceeded"
+    assert seen.value.code == "context_length_exceeded"
     with pytest.raises(RequestError, match=r"min_bits 6 needs [\d,]+ bytes for weights") as refused:
         engine.add_request("r", [5], greedy(1, min_bits=6))
     assert refused.value.param == "min_bits"
     with pytest.raises(RequestError, match="min_bits must be at most 6 on this server: 7"):
         engine.add_request("r", [5], greedy(1, min_bits=7))
     assert not engine.has_work()
+    limit = int(str(seen.value).split(" tokens")[0].split()[-1])
+    at_most = engine.generate([random_prompt(limit - 3, 1)], greedy(3, min_bits=4))[0]
+    assert (at_most.finish_reason, len(at_most.token_ids)) == ("length", 3)
+    with pytest.raises(RequestError, match="maximum context length"):
+        engine.add_request("r", random_prompt(limit - 2, 1), greedy(3, min_bits=4))
     done = engine.generate([random_prompt(20, 1)], greedy(5, min_bits=2))[0]
     assert done.finish_reason == "length"
 

@@ -10,7 +10,7 @@ import pytest
 from torch.profiler import ProfilerActivity, profile
 
 from pw.engine import Engine
-from pw.engine.request import SamplingParams
+from pw.engine.request import Grammar, SamplingParams
 from support.engines import make_artifact, open_engine, random_prompt
 
 EVERYTHING = SamplingParams(
@@ -23,6 +23,10 @@ EVERYTHING = SamplingParams(
     prompt_logprobs=5,
     logprobs=5,
     min_tokens=2,
+    repetition_penalty=1.1,
+    frequency_penalty=0.1,
+    logit_bias=tuple((token, 1.0) for token in range(100)),
+    grammar=Grammar("regex", "[a-z]+"),
 )
 
 

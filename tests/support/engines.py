@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +24,24 @@ VOCABULARY = 260  # three specials, 256 bytes, one spare
 SAMPLES = CalibrationConfig(nsamples=4, seqlen=48)
 
 
-def make_artifact(kind: str, folder: Path, **overrides: Any) -> tuple[Any, Path]:
-    """A random model of a kind and its quantized artifact, sensitivities measured."""
+def make_artifact(
+    kind: str, folder: Path, change: Callable[[Any], None] | None = None, **overrides: Any
+) -> tuple[Any, Path]:
+    """A random model of a kind and its quantized artifact, sensitivities measured.
+
+    Args:
+        kind: One of `pw.models.testing.KINDS`.
+        folder: Where both go.
+        change: Of the model, before it is written.
+        overrides: Further settings of its config.
+    """
     checkpoint = folder / "checkpoint"
     if kind == "gemma4_shared":
         overrides["vocab_size_per_layer_input"] = VOCABULARY
     model = make_checkpoint(kind, checkpoint, vocab_size=VOCABULARY, **overrides)
+    if change is not None:
+        change(model)
+        model.save_pretrained(checkpoint)
     write_tokenizer(checkpoint)
     artifact = folder / "model.pw"
     quantize.run(str(checkpoint), artifact, QuantizeConfig(max_bits=6, calibration=SAMPLES), QUIET)
