@@ -114,6 +114,7 @@ class MovingEngine(FakeEngine):
 
     async def precision_map(self) -> dict[str, Any]:
         bits, kinds = self.at(self.second)
+        counts = np.bincount(kinds, minlength=len(KINDS))
         run = -(-len(kinds) // 4096)
         return {
             "layers": [
@@ -129,7 +130,7 @@ class MovingEngine(FakeEngine):
                 "pages": len(kinds),
                 "page_bytes": PAGE,
                 "pages_per_cell": run,
-                "counts": dict(zip(KINDS, np.bincount(kinds, minlength=len(KINDS)).tolist(), strict=True)),
+                "counts": dict(zip(KINDS, counts.tolist(), strict=True)),
                 "cells": "".join(KINDS[kind] for kind in kinds[::run]),
             },
         }  # fmt: skip
