@@ -52,6 +52,25 @@ RECIPE ?= pipelines/recipes/tiny.toml
 run: $(STAMP)  ## Make and score an artifact: make run RECIPE=... [MODEL=folder]
 	$(BIN)/pw run $(RECIPE) $(if $(MODEL),--model $(MODEL))
 
+# Q: where the artifacts of `quality` and its scores are kept; DATA: a folder with calibration.jsonl
+# and heldout.jsonl (lines with `source` and `text`), lm/ and skills/.
+Q        ?= artifacts/quality
+TEXT      = --dataset $(DATA)/calibration.jsonl --nsamples 128 --seqlen 1024
+STUDIES  ?= codebooks equal-bytes bf16-equal transitions shift memory ablation
+quality: $(STAMP)  ## Tables of docs/quality.md: make quality MODEL=folder DATA=folder
+	@test -n "$(MODEL)" -a -n "$(DATA)" || { echo "usage: make quality MODEL=... DATA=..." >&2; exit 2; }
+	mkdir -p $(Q)
+	grep -E '"source": *"(gut|classic|novels100|speeches)"' $(DATA)/calibration.jsonl >$(Q)/prose.jsonl
+	$(BIN)/pw calibrate $(MODEL) -o $(Q)/own.pw $(TEXT)
+	$(BIN)/pw fit-residuals $(Q)/own.pw
+	$(BIN)/pw calibrate $(MODEL) -o $(Q)/apl.pw $(TEXT) --codebook kmeans
+	$(BIN)/pw calibrate $(MODEL) -o $(Q)/prose.pw --dataset $(Q)/prose.jsonl --nsamples 96 --seqlen 512
+	$(BIN)/pw fit-residuals $(Q)/prose.pw
+	$(BIN)/python -m pw.evaluation.lab run $(STUDIES) --artifact $(Q)/own.pw --apl $(Q)/apl.pw \
+		--narrow $(Q)/prose.pw --checkpoint $(MODEL) --calibration $(DATA)/calibration.jsonl \
+		--heldout $(DATA)/heldout.jsonl --without 0 --other $(DATA)/lm/wikitext2_raw_test.txt \
+		--tasks $(DATA)/skills --memory $(Q)/memory --out $(Q)/results
+
 sizes: $(STAMP)  ## Lines per file, largest first, with the median
 	@git ls-files '*.py' | xargs wc -l | grep -v ' total$$' | sort -rn | awk \
 		'{n[NR] = $$1; sum += $$1; if (NR <= 25) print} \
