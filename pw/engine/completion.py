@@ -69,7 +69,8 @@ def complete(
             while later and engine.has_room:
                 engine.add_request(*later.popleft())
             for output in engine.step():
-                outputs[output.request_id].append(output)
+                if output.request_id in outputs:  # not of a call that was broken off
+                    outputs[output.request_id].append(output)
     except BaseException:
         for request_id in ids:
             engine.abort(request_id)

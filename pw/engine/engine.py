@@ -66,6 +66,7 @@ class Engine:
         self._computer = StepComputer(parts.runner, sampler, parts.quality)
         self._sequences: dict[str, Sequence] = {}
         self._counters = Counters()
+        self._outputs: list[RequestOutput] = []  # not yet handed out: a fault loses none
         self._step = self._turn = self._generated = 0
         self._last_step_time = time.monotonic()
         # Held while pages and queues change, not while the model runs: what `status` sees adds up.
@@ -144,7 +145,7 @@ class Engine:
 
     def has_work(self) -> bool:
         """Whether a step would do anything for a request."""
-        return bool(self._sequences)
+        return bool(self._sequences or self._outputs)
 
     # -- the loop --------------------------------------------------------------------------
 
@@ -152,25 +153,25 @@ class Engine:
         """Advance all running requests by one forward pass; what is new, per request."""
         parts = self._parts
         with self._books:
-            outputs = self._queue_compiled()
+            self._queue_compiled()
             self._safe_point(idle=False)
-            outputs += self._meet_floor()
+            self._meet_floor()
             chunks = parts.scheduler.schedule()
         if parts.table is not None:
             parts.table.publish()
         if not chunks:
-            if self._grammars and not outputs:
+            if self._grammars and not self._outputs:
                 self._grammars.wait(_WAIT_SECONDS)
-            return outputs
+            return self._hand_out()
         computed = self._computer.run(chunks)
         with self._books:
-            outputs += self._take_step_in(computed)
+            self._take_step_in(computed)
             if parts.quality is not None:
                 parts.quality.after_step(parts.scheduler.running)
             self._step += 1
             self._counters.count_step(sum(chunk.count for chunk in computed.chunks))
             self._last_step_time = time.monotonic()
-        return outputs
+        return self._hand_out()
 
     def idle_turn(self) -> bool:
         """A safe point without a step, for planes that may come back while nothing runs.
@@ -288,21 +289,23 @@ class Engine:
 
     def _safe_point(self, *, idle: bool) -> None:
         self._turn += 1
-        ahead = (
-            0 if idle else self._parts.scheduler.pages_ahead(self._config.planner.forecast_steps)
-        )
-        self._parts.precision.safe_point(self._step, self._turn, ahead, idle)
+        forecast = self._parts.scheduler.forecast(self._config.planner.forecast_steps)
+        self._parts.precision.safe_point(self._step, self._turn, forecast, idle)
 
-    def _meet_floor(self) -> list[RequestOutput]:
+    def _hand_out(self) -> list[RequestOutput]:
+        outputs, self._outputs = self._outputs, []
+        return outputs
+
+    def _meet_floor(self) -> None:
         """Move planes until the next request has the bits it asks for; its end if it never will."""
         wish = self._parts.scheduler.next_floor()
         if wish is None:
             self._parts.precision.aim = 0
-            return []
+            return
         hopeless = self._parts.precision.reach(wish.bits, wish.pages, wish.alone)
-        if hopeless is None:
-            return []
-        return [self._end(wish.sequence, "error", hopeless, "precision_unavailable")]
+        if hopeless is not None:
+            end = self._end(wish.sequence, "error", hopeless, "precision_unavailable")
+            self._outputs.append(end)
 
     @property
     def _waiting(self) -> int:
@@ -317,28 +320,26 @@ class Engine:
             self._grammars.add(sequence)
         self._sequences[sequence.request_id] = sequence
 
-    def _queue_compiled(self) -> list[RequestOutput]:
-        """Let sequences whose grammar is ready wait for their turn; the ends of the others."""
-        outputs = []
+    def _queue_compiled(self) -> None:
+        """Let sequences whose grammar is ready wait for their turn; end the others."""
         for sequence, error in self._grammars.take():
             if error is None:
                 self._parts.scheduler.waiting.append(sequence)
             else:
-                outputs.append(self._end(sequence, "error", str(error), error.code))
-        return outputs
+                self._outputs.append(self._end(sequence, "error", str(error), error.code))
 
-    def _take_step_in(self, computed: Computed) -> list[RequestOutput]:
-        """Book a step; what it adds to each sequence that was at its end."""
+    def _take_step_in(self, computed: Computed) -> None:
+        """Book a step, and what it adds to each sequence that was at its end."""
         for chunk in computed.chunks:
             self._parts.scheduler.book(chunk)
             scored = computed.scored.get(chunk, [])
             self._counters.prompt_tokens += chunk.sequence.see(chunk.start + chunk.count, scored)
             if self._parts.quality is not None:
                 self._parts.quality.close_prompt(chunk.sequence, self._parts.kv)
-        outputs = list(map(self._take_in, computed.ready, computed.tokens, computed.logprobs))
+        for of_one in zip(computed.ready, computed.tokens, computed.logprobs, strict=True):
+            self._outputs.append(self._take_in(*of_one))
         for sequence, error in computed.failed:
-            outputs.append(self._end(sequence, "error", error, "engine_failed"))
-        return outputs
+            self._outputs.append(self._end(sequence, "error", error, "engine_failed"))
 
     def _take_in(
         self, chunk: Chunk, token: int | None, logprob: TokenLogprob | None

@@ -176,6 +176,29 @@ def test_a_token_that_cannot_be_taken_in_fails_its_sequence_only(
     }
 
 
+def test_a_fault_loses_no_output(qwen: tuple[Any, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = open_engine(qwen[1], "static:4")
+    left = ["ends here"]
+    scheduler = engine._parts.scheduler
+    book = scheduler.book
+
+    def once(chunk: Chunk) -> None:
+        book(chunk)
+        if chunk.sequence.request_id == "b" and left:
+            raise RuntimeError(left.pop())
+
+    monkeypatch.setattr(scheduler, "book", once)
+    engine._outputs.append(RequestOutput("a", finish_reason="error"))
+    engine.add_request("b", [5, 6], PARAMS[0])
+    with pytest.raises(RuntimeError, match="ends here"):
+        engine.step()
+    engine.fail_running("the engine failed", "engine_failed")
+    assert engine.has_work()
+    assert [output.request_id for output in engine.step()] == ["a"]
+    assert not engine.has_work()
+    engine.check_integrity()
+
+
 class Poison:
     """Experts of which one gives NaN, to the tokens of one request at one of its steps.
 
