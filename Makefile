@@ -9,7 +9,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install check test test-gpu bench demo report run quality sizes clean
+.PHONY: help install check test reliability test-gpu bench demo report run quality sizes clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
@@ -31,6 +31,9 @@ check: $(STAMP)  ## Lint, format, types, import directions
 
 test: $(STAMP)  ## All tests that need no GPU
 	$(BIN)/python -m pytest -q
+
+reliability: $(STAMP)  ## The counts of docs/reliability.md: minutes each
+	$(BIN)/python -m pytest -q -m figures --timeout 3600
 
 test-gpu: $(STAMP)  ## The tests that need a GPU
 	$(BIN)/python -m pytest -q -m gpu

@@ -1,6 +1,6 @@
 """At fixed widths a request's tokens are its own: alone, in any company, after any interruption.
 
-Small counts run always; `-m slow` runs those of RELIABILITY section 4 (C7, C9, C11).
+Small counts run always; `make reliability` runs larger ones.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pw.engine import Engine
 from pw.engine.request import SamplingParams
 from support.engines import open_engine, random_prompt, tight_budget
 
-MANY = pytest.mark.slow
+MANY = pytest.mark.figures
 
 
 def requests(count: int) -> list[tuple[list[int], SamplingParams]]:
