@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from pw.serving.schema_overlap import all_disjoint, json_type
+
 MAX_DEPTH = 64
 
 _OF_TYPE = {
@@ -40,28 +42,33 @@ def normalized(schema: Any) -> Any:
     Raises:
         ValueError: It is no schema, or cannot be followed exactly; the message names the keyword.
     """
-    return _schema(schema, 0)
+    return _schema(schema, schema, 0)
 
 
-def _schema(schema: Any, depth: int) -> Any:
+def _schema(schema: Any, root: Any, depth: int) -> Any:
     if depth > MAX_DEPTH:
         raise ValueError(f"it is nested more than {MAX_DEPTH} deep")
     if isinstance(schema, bool):
         return schema
     if not isinstance(schema, dict):
-        raise ValueError(f"a schema must be an object or a boolean, not {_kind(schema)}")
+        raise ValueError(f"a schema must be an object or a boolean, not {json_type(schema)}")
     _check_keywords(schema)
     made = dict(schema)
     for name in _ONE_SCHEMA:
         if name in schema:
-            made[name] = _schema(schema[name], depth + 1)
+            made[name] = _schema(schema[name], root, depth + 1)
     for name in _SCHEMA_LISTS:
         if name in schema:
-            made[name] = [_schema(each, depth + 1) for each in _checked(schema[name], list, name)]
+            branches = _checked(schema[name], list, name)
+            made[name] = [_schema(each, root, depth + 1) for each in branches]
     for name in _SCHEMA_MAPS:
         if name in schema:
             entries = _checked(schema[name], dict, name).items()
-            made[name] = {key: _schema(each, depth + 1) for key, each in entries}
+            made[name] = {key: _schema(each, root, depth + 1) for key, each in entries}
+    if "oneOf" in made:
+        if not all_disjoint(schema["oneOf"], root):
+            raise ValueError("`oneOf` whose branches may overlap is not supported: use `anyOf`")
+        made["anyOf"] = made.pop("oneOf")
     return _explicit(made)
 
 
@@ -100,12 +107,41 @@ def _explicit(schema: dict[str, Any]) -> dict[str, Any]:
         schema = _without_others(schema, types)
     if not types and spoken:
         schema = schema | {"type": spoken.pop()}
-    names = schema.get("properties", {})
+    return _multiple(_members(schema))
+
+
+def _members(schema: dict[str, Any]) -> dict[str, Any]:
+    """Say which members an object has: all listed ones, and no other if any were listed."""
+    listed = schema.get("properties", {})
     required = _checked(schema.get("required", []), list, "required")
+    if not all(isinstance(name, str) for name in required):
+        raise ValueError("`required` must be an array of strings")
+    patterns = _checked(schema.get("patternProperties", {}), dict, "patternProperties")
+    if patterns and (len(patterns) > 1 or listed or required):
+        raise ValueError("`patternProperties` beside other members is not supported")
+    unlisted = [name for name in required if name not in listed]
+    if unlisted and schema.get("additionalProperties", True) is not True:
+        raise ValueError(f"`required` names {unlisted[0][:64]!r}, which is no property")
+    if unlisted:
+        return (
+            schema
+            | {"properties": listed | dict.fromkeys(unlisted, True)}
+            | {"additionalProperties": True}
+        )
     open_ended = {"additionalProperties", "patternProperties", "propertyNames"}
-    if names and not open_ended.intersection(schema) and all(each in names for each in required):
-        schema = schema | {"additionalProperties": False}
+    if listed and not open_ended.intersection(schema):
+        return schema | {"additionalProperties": False}
     return schema
+
+
+def _multiple(schema: dict[str, Any]) -> dict[str, Any]:
+    """Multiples of a whole number are whole numbers; others cannot be spelled by a grammar."""
+    factor = schema.get("multipleOf")
+    if factor is None:
+        return schema
+    if not isinstance(factor, int) or schema.get("type") not in ("integer", "number"):
+        raise ValueError("`multipleOf` is supported for whole numbers only")
+    return schema | {"type": "integer"}
 
 
 def _without_type(schema: dict[str, Any]) -> dict[str, Any]:
@@ -121,7 +157,7 @@ def _without_type(schema: dict[str, Any]) -> dict[str, Any]:
         if not fitting:
             raise ValueError("no value of `enum` has the stated type")
         return rest | {"enum": fitting}
-    for name in ("anyOf", "oneOf", "allOf"):
+    for name in ("anyOf", "allOf"):
         if name in rest:
             rest[name] = [_typed(branch, types) for branch in rest[name]]
     if "$ref" in rest:
@@ -152,18 +188,8 @@ def _without_others(schema: dict[str, Any], types: list[str]) -> dict[str, Any]:
 
 
 def _has_type(value: Any, types: list[str]) -> bool:
-    kind = _kind(value)
+    kind = json_type(value)
     return kind in types or (kind == "integer" and "number" in types)
-
-
-def _kind(value: Any) -> str:
-    """JSON's name for a value's type."""
-    if value is None or isinstance(value, bool):
-        return "null" if value is None else "boolean"
-    if isinstance(value, float) and value.is_integer():
-        return "integer"
-    names = {str: "string", int: "integer", float: "number", list: "array", dict: "object"}
-    return names[type(value)]
 
 
 def _checked(value: Any, kind: type, name: str) -> Any:

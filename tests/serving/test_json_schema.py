@@ -7,6 +7,7 @@ import json
 import pytest
 
 from pw.serving.json_schema import MAX_DEPTH, normalized
+from pw.serving.schema_overlap import all_disjoint
 
 CLOSED = {"additionalProperties": False}
 A = {"properties": {"a": {"type": "integer"}}}
@@ -20,7 +21,16 @@ A = {"properties": {"a": {"type": "integer"}}}
         ({"type": "object"}, {"type": "object"}),
         (A, A | CLOSED | {"type": "object"}),
         (A | {"additionalProperties": True}, A | {"type": "object", "additionalProperties": True}),
-        (A | {"required": ["b"]}, A | {"type": "object", "required": ["b"]}),
+        (
+            A | {"required": ["b"]},
+            {
+                "type": "object",
+                "properties": {"a": {"type": "integer"}, "b": True},
+                "required": ["b"],
+                "additionalProperties": True,
+            },
+        ),
+        ({"multipleOf": 3}, {"type": "integer", "multipleOf": 3}),
         ({"minLength": 3}, {"type": "string", "minLength": 3}),
         ({"minimum": 3}, {"type": "number", "minimum": 3}),
         ({"type": "integer", "minimum": 3}, {"type": "integer", "minimum": 3}),
@@ -38,7 +48,7 @@ A = {"properties": {"a": {"type": "integer"}}}
         ),
         (
             {"type": "number", "oneOf": [{"minimum": 3}]},
-            {"oneOf": [{"minimum": 3, "type": "number"}]},
+            {"anyOf": [{"minimum": 3, "type": "number"}]},
         ),
         ({"uniqueItems": False}, {"uniqueItems": False}),
         (
@@ -76,6 +86,13 @@ def test_made_plain(schema, made):
         ({"anyOf": [{}], "required": ["a"]}, "beside `required`"),
         ({"allOf": [{}, {}]}, "`allOf`"),
         ({"pattern": "a", "minLength": 3}, "only one of"),
+        ({"multipleOf": 0.5}, "whole numbers only"),
+        ({"type": ["integer", "null"], "multipleOf": 2}, "whole numbers only"),
+        ({"required": ["b"], "additionalProperties": False}, "'b', which is no property"),
+        ({"required": [1]}, "array of strings"),
+        ({"patternProperties": {"a": {}, "b": {}}}, "beside other members"),
+        ({"patternProperties": {"a": {}}, "properties": {"b": {}}}, "beside other members"),
+        ({"oneOf": [{"minimum": 1}, {"type": "integer"}]}, "may overlap"),
         ({"minLength": 1, "minimum": 3}, "needs a type"),
         ({"type": "object", "anyOf": [{"type": "string"}]}, "both object and string"),
         ({"type": "object", "enum": ["a"]}, "no value of `enum`"),
@@ -99,3 +116,35 @@ def test_depth_is_bounded():
     with pytest.raises(ValueError, match="deep"):
         normalized(schema)
     assert normalized(schema["items"])["type"] == "array"
+
+
+def tagged(name, **members):
+    properties = {"kind": {"const": name}} | members
+    return {"type": "object", "properties": properties, "required": ["kind"]}
+
+
+@pytest.mark.parametrize(
+    ("branches", "disjoint"),
+    [
+        ([], True),
+        ([{}], True),
+        ([{"type": "string"}, {"type": "integer"}, {"type": "null"}], True),
+        ([{"type": "number"}, {"type": "integer"}], False),
+        ([{"type": ["string", "null"]}, {"type": "null"}], False),
+        ([{"type": "string"}, {}], False),
+        ([{"type": "string"}, True], False),
+        ([{"enum": [1, "a"]}, {"const": "b"}], True),
+        ([{"enum": [1, "a"]}, {"const": "a"}], False),
+        ([{"const": None}, {"type": "string"}], True),
+        ([{"const": "a"}, {"type": "string"}], False),
+        ([tagged("a"), tagged("b", x={})], True),
+        ([tagged("a"), tagged("a", x={})], False),
+        ([tagged("a"), {"type": "object", "properties": {"kind": {"const": "b"}}}], False),
+        ([{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b~1c"}], True),
+        ([{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/loop"}], False),
+        ([{"$ref": "#/$defs/a"}, {"$ref": "#/nowhere"}], False),
+    ],
+)
+def test_branches_that_exclude_each_other(branches, disjoint):
+    root = {"$defs": {"a": tagged("a"), "b/c": tagged("b"), "loop": {"$ref": "#/$defs/loop"}}}
+    assert all_disjoint(branches, root) is disjoint
