@@ -39,7 +39,7 @@ def facts(described: Described) -> list[tuple[str, str]]:
         (
             "hardware",
             f"{place}, {machine['memory_bytes'] / 2**30:.0f} GiB, "
-            f"{machine['threads']} threads, {machine['platform']}",
+            f"torch on {machine['threads']} of them, {machine['platform']}",
         ),
         ("versions", ", ".join(f"{name} {value}" for name, value in origin["versions"].items())),
         (

@@ -69,7 +69,7 @@ def drawn_trace(trace: Path, artifact: Path) -> Picture:
     """
     found = read_timeline(trace, Artifact.open(artifact))
     figure = plots.timeline(found.steps, found.weights, found.kv, found.free, found.bits)
-    return Picture("trace", f"Precision and KV over time: trace {trace.name}", figure)
+    return Picture("trace", f"Precision and KV over time, from {trace.name}", figure)
 
 
 def _maps(described: Mapping[str, Any]) -> list[Picture]:

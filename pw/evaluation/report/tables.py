@@ -45,8 +45,8 @@ def quality(described: Described) -> Table:
     whole = _dense_expert_bytes(described)
     reference, with_kl = described["reference"], any(row["kl"] for row in scored(described))
     columns = ["policy", "budget", "mean bits", "widths", "experts, MiB", "of dense"]
-    columns += ["used, MiB", "perplexity", f"NLL over {reference} [95 %]"]
-    columns += ["KL from dense [95 %]"] if with_kl else []
+    columns += ["used, MiB", "perplexity", f"NLL over {reference} [95\u00a0%]"]
+    columns += ["KL from dense [95\u00a0%]"] if with_kl else []
     rows = []
     for row in described["rows"]:
         cells = [row["policy"], budget_of(row)]
@@ -63,7 +63,7 @@ def quality(described: Described) -> Table:
             f"{row['perplexity']:.3f}",
             interval(row["against_reference"] and row["against_reference"]["nll"]),
         ]
-        cells += [interval(row["kl"], 5)] if with_kl else []
+        cells += [interval(row["kl"], 5, sign=False)] if with_kl else []
         rows.append(tuple(cells))
     note = (
         "Widths: share of the blocks at each, mean over the run. Experts: planes and LUTs in whole "
