@@ -13,6 +13,9 @@ One JSON object a line:
     {"event": "failed", ... "from": b, "to": b', "reason": error}    nothing changed, not replayed
     {"event": "plan", "step": s, "reason": ..., "moves": n, ...}    a summary, not replayed
 
+Reasons are the pressure policy's, `kv allocation` and `last resort` of the scheduler, `rebalance`,
+`policy`, and `floor`: a request waits for its `min_bits`.
+
 Bits of `start` are in block index order. `step` is the number of the forward step that is the
 first to see the change, so that a replay that applies the same events before the same steps runs
 the same arithmetic.

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from pw.engine.request import SamplingParams
+from pw.engine.request import Grammar, SamplingParams
 from support.engines import make_artifact, open_engine, random_prompt, tight_budget
 from support.logprobs import prompt_values
 
@@ -30,6 +30,22 @@ def test_log_probabilities_equal_the_cpu(kind: str, policy: str, tmp_path: Path)
         got, wanted = (torch.tensor(prompt_values(c)) for c in (mine, expected))
         torch.testing.assert_close(got, wanted, rtol=1e-3, atol=1e-3)
     on_gpu.check_integrity()
+
+
+def test_what_changes_logits_does_the_same_on_the_gpu(tmp_path: Path) -> None:
+    _, artifact = make_artifact("qwen2_moe", tmp_path, num_attention_heads=2)
+    settings = {"max_tokens": 30, "temperature": 0}
+    params = [
+        SamplingParams(**settings, frequency_penalty=0.7, repetition_penalty=1.2),
+        SamplingParams(**settings, logit_bias=((9, 5.0), (70, -100.0)), min_tokens=20),
+        SamplingParams(**settings, grammar=Grammar("regex", "[a-f]{20}")),
+        SamplingParams(**settings),
+    ]
+    prompts = [random_prompt(11 + seed, seed) for seed in range(4)]
+    on_cpu = open_engine(artifact, "static:4").generate(prompts, params)
+    on_gpu = open_engine(artifact, "static:4", device="cuda", dtype="float32")
+    for mine, expected in zip(on_gpu.generate(prompts, params), on_cpu, strict=True):
+        assert mine.token_ids == expected.token_ids
 
 
 def test_planes_move_on_a_stream_of_their_own_and_come_back_bit_exact(tmp_path: Path) -> None:

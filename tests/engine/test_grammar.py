@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import time
 from pathlib import Path
@@ -75,10 +76,15 @@ def test_every_kind_is_kept_in_mixed_batches(qwen: tuple[Any, Path]) -> None:
     each = [params(grammar, seed) for seed, grammar in enumerate(grammars)]
     each[1] = params(REGEX, 1, min_tokens=140)  # a grammar at its end goes before
     each[2] = params(CHOICE, 2, ignore_eos=True)
+    each[3] = params(EBNF, 3, logprobs=5, top_k=1)
     *constrained, unbound = engine.generate(prompts, [*each, free])
     for grammar, done in zip(grammars, constrained, strict=True):
         check(grammar, done)
     assert unbound.token_ids == expected.token_ids  # neighbours are as they were
+    scored = constrained[3].logprobs  # of the model, not of what the grammar leaves of it
+    assert len(scored) == len(constrained[3].token_ids)
+    values = [value for entry in scored for value in (entry.logprob, *dict(entry.top).values())]
+    assert all(map(math.isfinite, values))
     engine.close()
 
 
