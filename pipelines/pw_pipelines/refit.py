@@ -37,7 +37,6 @@ _STRIP = 32  # columns whose changes reach the others by one product
 _STEPS = 8  # of conjugate gradients; tables start from the last ones
 _RIDGE = 1e-3  # pull of a level toward the one before, relative to the mean of diag H
 _DAMPING = 1e-2  # of the mean of diag H, added to it
-_AT_ONCE = {"cpu": 1 << 22, "cuda": 1 << 27}  # weights; a few hundred bytes each
 _TINY = torch.finfo(torch.float32).tiny
 
 
@@ -56,7 +55,8 @@ def refit(
     hessians: Tensor,  # [E, K, K], symmetric, not negative, in any scale
     importance: Mapping[int, float] = IMPORTANCE,
 ) -> Refit:
-    """Refit nested codes of some blocks of one shape. Deterministic.
+    """Refit nested codes of some blocks of one shape. Deterministic on a CPU; a GPU adds up in no
+    fixed order.
 
     Args:
         book: The start, fitted to the rows of `weights`.
@@ -66,26 +66,35 @@ def refit(
     """
     hessians = damped(hessians)
     blocks, rows, cols = weights.shape
-    count = max(1, _weights_at_once(weights) // (blocks * cols))
-    parts = [
-        _refit_rows(_rows_of(book, blocks, slice(i, i + count)), weights[:, i : i + count],
-                    hessians, importance)
-        for i in range(0, rows, count)
-    ]  # fmt: skip
     widths = list(book.luts)
-    tables = {b: torch.cat([p.tables[b] for p in parts], 1).flatten(0, 1) for b in widths}
-    return Refit(
-        Codebook(
-            codes=torch.cat([p.codes for p in parts], 1).flatten(0, 1),
-            luts={b: t.to(book.luts[b].dtype) for b, t in tables.items()},
-            centroids={b: t.double() for b, t in tables.items()},
-        ),
-        *(
-            {b: torch.stack([e[:, :, i].sum(1) for e in errors]).sum(0)
-             for i, b in enumerate(widths)}
-            for errors in ([p.before for p in parts], [p.after for p in parts])
-        ),
-    )  # fmt: skip
+    codes = book.codes.view(weights.shape)
+    levels = torch.cat([book.centroids[b] for b in widths], 1).float().view(blocks, rows, -1)
+    count = max(1, _at_once(weights.device.type) // (blocks * cols))
+    fits = []
+    for first in range(0, rows, count):
+        some = slice(first, first + count)
+        fit = _Fit(codes[:, some], levels[:, some], weights[:, some].float(), hessians, widths)
+        fit.run([importance.get(b, 0.0) for b in widths])
+        fits.append(fit)
+    tables = torch.cat([fit.tables for fit in fits], 1).flatten(0, 1)
+    by_width = dict(zip(widths, torch.split(tables, [1 << b for b in widths], 1), strict=True))
+    before, after = (
+        dict(zip(widths, torch.cat(errors, 1).sum(1).unbind(1), strict=True))
+        for errors in ([fit.before for fit in fits], [fit.errors() for fit in fits])
+    )
+    fitted = Codebook(
+        codes=torch.cat([fit.codes for fit in fits], 1).flatten(0, 1),
+        luts={b: table.to(book.luts[b].dtype) for b, table in by_width.items()},
+        centroids={b: table.double() for b, table in by_width.items()},
+    )
+    return Refit(fitted, before, after)
+
+
+def refit_bytes(weights: int, widths: int, device: str) -> int:
+    """Most bytes of temporaries for so many weights on a type of device: five tensors and an index
+    for each weight and width, rounded up.
+    """
+    return min(weights, _at_once(device)) * (widths * 32 + 16)
 
 
 def damped(hessians: Tensor) -> Tensor:
@@ -98,67 +107,42 @@ def damped(hessians: Tensor) -> Tensor:
     return torch.where(scale > 0, hessians / scale.clamp_min(_TINY), eye).float() + _DAMPING * eye
 
 
-@dataclass(frozen=True)
-class _Rows:
-    """Some rows of all blocks."""
-
-    codes: Tensor  # [E, N, K] uint8
-    tables: dict[int, Tensor]  # b -> [E, N, 2^b] float32
-    before: Tensor  # [E, N, W]
-    after: Tensor  # [E, N, W]
-
-
-def refit_bytes(weights: int, widths: int, device: str) -> int:
-    """Most bytes of temporaries for so many weights on a device type: five tensors and an index for
-    each weight and width, rounded up.
-    """
-    return min(weights, _AT_ONCE.get(device, _AT_ONCE["cuda"])) * (widths * 32 + 16)
-
-
-def _weights_at_once(weights: Tensor) -> int:
-    return _AT_ONCE.get(weights.device.type, _AT_ONCE["cuda"])
-
-
-def _rows_of(book: Codebook, blocks: int, rows: slice) -> _Rows:
-    def part(tensor: Tensor) -> Tensor:
-        return tensor.view(blocks, -1, tensor.shape[1])[:, rows]
-
-    none = torch.empty(0)
-    tables = {b: part(c).float() for b, c in book.centroids.items()}
-    return _Rows(part(book.codes).clone(), tables, none, none)
-
-
-def _refit_rows(
-    start: _Rows, weights: Tensor, hessians: Tensor, importance: Mapping[int, float]
-) -> _Rows:
-    fit = _Fit(start, weights.float(), hessians)
-    before = fit.errors()
-    wanted = [importance.get(b, 0.0) for b in start.tables]
-    fit.weigh(before.new_tensor(wanted) / before.clamp_min(_TINY))
-    fit.fit_tables()
-    for _ in range(_ROUNDS):
-        fit.sweep()
-        fit.fit_tables()
-    sizes = [1 << b for b in start.tables]
-    tables = dict(zip(start.tables, torch.split(fit.tables, sizes, 2), strict=True))
-    return _Rows(fit.codes, tables, before, fit.errors())
+def _at_once(device: str) -> int:
+    """Weights fitted together, a few hundred bytes each: 1 GB on a CPU, 30 GB on a GPU at most."""
+    return 1 << (22 if device == "cpu" else 27)
 
 
 class _Fit:
-    """Codes and tables on their way; `fit_tables` and `sweep` are the moves."""
+    """Codes and tables of some rows on their way.
 
-    def __init__(self, start: _Rows, weights: Tensor, hessians: Tensor) -> None:
+    Attributes:
+        codes: [E, N, K] uint8.
+        tables: [E, N, C].
+        before: e_b [E, N, W] at the start.
+    """
+
+    def __init__(
+        self, codes: Tensor, tables: Tensor, weights: Tensor, hessians: Tensor, widths: list[int]
+    ) -> None:
+        self.codes, self.tables = codes.clone(), tables
         self.weights, self.hessians = weights, hessians
-        self.codes = start.codes  # [E, N, K], changed in place
-        self.tables = torch.cat(list(start.tables.values()), 2)  # [E, N, C]
-        self.sizes = [1 << b for b in start.tables]
+        self.sizes = [1 << b for b in widths]
         device = weights.device
-        widths = torch.tensor(list(start.tables), device=device)
-        self.shifts = widths.max() - widths  # [W]
         sizes = torch.tensor(self.sizes, device=device)
+        self.shifts = max(widths) - torch.tensor(widths, device=device)  # [W]
         self.offsets = sizes.cumsum(0) - sizes  # [W] first place of each table
         self.width_of = torch.repeat_interleave(torch.arange(len(sizes), device=device), sizes)
-        self.roots = torch.ones((*weights.shape[:2], len(sizes)), device=device)  # [E, N, W]
+        self.before = self.errors()
+        self.roots = torch.ones_like(self.before)  # of what a unit of e_b counts, [E, N, W]
+
+    def run(self, importance: list[float]) -> None:
+        """Fit by turns; importance [W] is of errors relative to those at the start."""
+        counts = self.before.new_tensor(importance) / self.before.clamp_min(_TINY)
+        self.roots = counts.sqrt()
+        self.fit_tables()
+        for _ in range(_ROUNDS):
+            self.sweep()
+            self.fit_tables()
 
     def places(self, codes: Tensor) -> Tensor:
         """Places [..., W] int64 in the tables of codes [...]."""
@@ -185,10 +169,6 @@ class _Fit:
         gap = self.gap(self.index(), self.tables)
         blocks, rows, cols = self.weights.shape
         return (self.times_hessian(gap) * gap).view(blocks, rows, -1, cols).sum(3)
-
-    def weigh(self, importance: Tensor) -> None:
-        """What a unit of e_b counts in the choice of codes, [E, N, W]."""
-        self.roots = importance.sqrt()
 
     def fit_tables(self) -> None:
         """Least squares of every table, given the codes.

@@ -60,7 +60,7 @@ def test_rows_and_blocks_do_not_depend_on_each_other(monkeypatch: pytest.MonkeyP
     book = start(weights, hessians)
     together = refit(book, weights, hessians).book
     again = refit(book, weights, hessians).book
-    monkeypatch.setattr(module, "_weights_at_once", lambda _: 5 * 3 * 40)  # five rows at a time
+    monkeypatch.setattr(module, "_at_once", lambda _: 5 * 3 * 40)  # five rows at a time
     apart = refit(book, weights, hessians).book
     assert torch.equal(again.codes, together.codes)
     for bits in WIDTHS:
@@ -86,8 +86,8 @@ def test_no_single_code_is_better_after_a_sweep() -> None:
     metric = damped(hessians)
     book = fit_codebook(weights[0], metric[0].diagonal()[None], 2, 2, BF16)
     tables = book.centroids[2].float().view(1, 4, 4)
-    fit = module._Fit(module._Rows(book.codes.view(1, 4, 8), {2: tables}, tables, tables),
-                      weights, metric)  # fmt: skip
+    codes = book.codes.view(1, 4, 8)
+    fit = module._Fit(codes, tables, weights, metric, [2])
     for _ in range(20):
         fit.sweep()
     least = fit.errors()
