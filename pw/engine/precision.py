@@ -41,7 +41,8 @@ class Precision(Relief, Protocol):
     moves: int  # raises that landed
     move_seconds: float  # of those, from their start to their commit
     plans: int
-    plan_seconds: float  # in the planner
+    plan_runs: int  # of the planner, those that found nothing included
+    plan_seconds: float  # of these
     failures: int  # transfers that failed; the old width stayed
     aim: int  # bits that the next request waits for: nothing is planned below; 0 = none
 
@@ -86,7 +87,7 @@ class FixedPrecision:
     pending = False
     floor = aim = 0
     history: tuple[dict[str, object], ...] = ()
-    bytes_released = bytes_reloaded = transitions = moves = plans = failures = 0
+    bytes_released = bytes_reloaded = transitions = moves = plans = failures = plan_runs = 0
     move_seconds = plan_seconds = 0.0
     plans_by_trigger: Mapping[str, int] = MappingProxyType({})
 
@@ -131,7 +132,7 @@ class PrecisionBase:
         self._history: deque[dict[str, object]] = deque(maxlen=_HISTORY)
         self._rests_until = np.zeros(table.geometry.blocks, dtype=np.int64)  # turn
         self.bytes_released = self.bytes_reloaded = 0
-        self.transitions = self.moves = self.plans = self.failures = 0
+        self.transitions = self.moves = self.plans = self.failures = self.plan_runs = 0
         self.plans_by_trigger: Counter[str] = Counter()
         self.plan_seconds = self.move_seconds = 0.0
         self.floor = self.aim = 0
@@ -242,10 +243,11 @@ class PrecisionBase:
 
     @contextmanager
     def _planning(self) -> Iterator[None]:
-        """Count the time in the planner."""
+        """Count a run of the planner, and its time."""
         begin = time.perf_counter()
         yield
         self.plan_seconds += time.perf_counter() - begin
+        self.plan_runs += 1
 
     def _note_plan(self, reason: str, moves: tuple[Move, ...], pages: int, wanted: int) -> None:
         self.plans += 1

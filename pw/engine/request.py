@@ -198,7 +198,8 @@ class EngineStatus:
     transitions: int = 0
     plans: int = 0
     plans_by_trigger: dict[str, int] = field(default_factory=dict)
-    plan_seconds_total: float = 0.0
+    plan_runs: int = 0  # of the planner, those that found nothing included
+    plan_seconds_total: float = 0.0  # of these
     move_seconds_total: float = 0.0  # of all raises that landed, from start to commit
     moves: int = 0  # raises that landed
     experts_never_routed: int | None = None  # since the start; None: nobody counts

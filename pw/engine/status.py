@@ -135,6 +135,7 @@ def snapshot(
         moves=precision.moves,
         move_seconds_total=precision.move_seconds,
         plans_by_trigger=dict(precision.plans_by_trigger),
+        plan_runs=precision.plan_runs,
         plan_seconds_total=precision.plan_seconds,
         experts_never_routed=None if parts.quality is None else parts.quality.experts_never_routed,
         steps_by_tokens=dict(counters.steps_by_tokens),

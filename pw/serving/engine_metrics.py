@@ -145,7 +145,7 @@ class EngineCollector(Collector):
             "plan", "Plans made, by what made them necessary", "trigger", status.plans_by_trigger
         )
         yield self._summary(
-            "plan_seconds", "Time in the planner", status.plans, status.plan_seconds_total
+            "plan_seconds", "Time in the planner", status.plan_runs, status.plan_seconds_total
         )
         damage = status.plan_history[-1].get("damage", 0.0) if status.plan_history else 0.0
         yield self._gauge(

@@ -160,6 +160,7 @@ class FakeEngine:
             bytes_released=8192,
             plans=3,
             plans_by_trigger={"kv allocation": 2, "rebalance": 1},
+            plan_runs=5,
             plan_seconds_total=0.25,
             moves=4,
             move_seconds_total=0.5,

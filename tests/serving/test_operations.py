@@ -151,7 +151,7 @@ def test_metrics_follow_engine_and_requests(start):
         f"pw:request_prefill_time_seconds_count{{{LABELS}}}": 3,
         f'pw:requests_rejected_total{{{LABELS},reason="server_overloaded"}}': 0,
         f'pw:plan_total{{{LABELS},trigger="kv allocation"}}': 2,
-        f"pw:plan_seconds_count{{{LABELS}}}": 3,
+        f"pw:plan_seconds_count{{{LABELS}}}": 5,
         f"pw:plan_seconds_sum{{{LABELS}}}": 0.25,
         f"pw:plan_damage_estimate{{{LABELS}}}": 0.125,
         f"pw:page_move_seconds_count{{{LABELS}}}": 4,
