@@ -15,6 +15,7 @@ import uvicorn
 
 from pw.serving.app import create_app
 from pw.serving.context import ServingConfig, ServingContext
+from tests.serving.browser import driver  # noqa: F401 - a fixture
 from tests.serving.fakes import FakeEngine, WordTokenizer
 
 
