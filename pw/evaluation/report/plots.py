@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -93,7 +94,7 @@ def frontier_points(described: Mapping[str, Any], measure: str) -> list[Point]:
             continue
         kind, _, argument = row["policy"].partition(":")
         uniform = kind == "static" and argument.isdigit()
-        label = f"{argument} bits" if uniform else row["budget"] or row["policy"]
+        label = f"{argument} bits" if uniform else row["budget"] or Path(row["policy"]).name
         series = "one width for all" if uniform else kind if row["budget"] else "fixed widths"
         size = row["bytes"]["experts"] / _MEBI
         points.append(Point(label, series, size, value["mean"], value["low"], value["high"]))
