@@ -95,8 +95,8 @@ class TaskOptions:
     tasks: Annotated[
         str | None,
         _tasks(
-            "JSONL files with `prompt` and `choices` + `answer` or `target` (see pw/evaluation/"
-            "tasks.py), or comparison, sequence, tracking (bundled); comma-separated.",
+            "JSONL files with `prompt` and `choices` + `answer` or `target` (see docs/"
+            "evaluation.md), or comparison, sequence, tracking (bundled); comma-separated.",
             metavar="LIST",
         ),
     ] = None

@@ -44,13 +44,13 @@ class Compared:
 
 def evaluate(
     model: ModelName,
-    runtime: Runtime,
-    planner: Planner,
-    common: Common,
     text: TextOptions,
     comparison: ComparisonOptions,
     tasks: TaskOptions,
     report: ReportOptions,
+    runtime: Runtime,
+    planner: Planner,
+    common: Common,
 ) -> None:
     """Perplexity, divergence and tasks under one or more precision policies, with all bytes."""
     text.check()
