@@ -7,6 +7,7 @@ that fails changes nothing: the old width is served on, and its block rests for 
 from __future__ import annotations
 
 import logging
+import math
 import time
 from dataclasses import replace
 
@@ -16,6 +17,7 @@ from pw.blocks import MODULES
 from pw.config import PlannerConfig
 from pw.engine.precision import PrecisionBase
 from pw.engine.quality import Quality
+from pw.engine.scheduler import Forecast
 from pw.engine.trace import TraceWriter
 from pw.errors import StoreError
 from pw.memory.mover import Mover
@@ -108,17 +110,19 @@ class AdaptivePrecision(PrecisionBase):
         logger.warning("%s stays at %d bits: %s", key, move.from_bits, error)
         self._log("failed", move.block, move.from_bits, move.to_bits, 0, 0.0, str(error))
 
-    def safe_point(self, step: int, turn: int, pages_ahead: int, idle: bool) -> None:
+    def safe_point(self, step: int, turn: int, forecast: Forecast, idle: bool) -> None:
         """Commit what has landed, then let the pressure policy move planes."""
         self._step, self._turn = step, turn
         self._land(self._mover.poll())
         below = int((self._max_bits - self._table.desired).clip(min=0).sum())
+        # Raises under way give the pages of narrower LUTs back when they land.
+        free = self._pool.free_count + self._table.pages_due()
         decision = self._pressure.decide(
             now_step=turn,
             now_seconds=time.monotonic(),
-            pages_free=self._pool.free_count,
+            pages_free=free,
             pages_total=self._pool.num_pages,
-            forecast_pages=pages_ahead,
+            forecast_pages=self._forecast_pages(free, forecast),
             bits_below_max=below,
             moving=bool(self._table.in_transfer),
             idle=idle,
@@ -131,6 +135,14 @@ class AdaptivePrecision(PrecisionBase):
                 self._pressure.reload_refused(turn, decision)
         elif below and not self._table.in_transfer and self._rebalance_is_due(turn):
             self._rebalance()
+
+    def _forecast_pages(self, free: int, forecast: Forecast) -> int:
+        """Pages to keep free: planes are given up for sequences that run, and do not come back
+        over what the next one in the queue needs.
+        """
+        low = math.ceil(self._config.low_watermark * self._pool.num_pages) + 1
+        spare = max(0, free - forecast.running - low)
+        return forecast.running + min(forecast.waiting, spare)
 
     def reach(self, bits: int, pages: int, alone: bool) -> str | None:
         """See `Precision`. Blocks above give up what those below need."""

@@ -216,6 +216,12 @@ class Engine:
             self._config = replace(self._config, policy=found)
         self._parts.trace.write("policy", step=self._step, policy=policy)
 
+    def reset_prefix_cache(self) -> None:
+        """Forget every prefix; requests that use one keep it to their end."""
+        with self._books:
+            if self._parts.kv.prefix is not None:
+                self._parts.kv.prefix.clear()
+
     def close(self) -> None:
         """Close the trace, end the thread that compiles."""
         self._grammars.close()

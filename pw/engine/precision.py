@@ -18,7 +18,7 @@ from typing import Protocol
 import numpy as np
 
 from pw.engine.quality import Quality
-from pw.engine.scheduler import Relief
+from pw.engine.scheduler import Forecast, Relief
 from pw.engine.trace import Replay, TraceWriter, Transition
 from pw.memory.mover import Mover
 from pw.memory.page_table import WeightPageTable
@@ -47,6 +47,10 @@ class Precision(Relief, Protocol):
     aim: int  # bits that the next request waits for: nothing is planned below; 0 = none
 
     @property
+    def most_bits(self) -> int:
+        """Bits that a block may have under the policy of now."""
+
+    @property
     def plans_by_trigger(self) -> Mapping[str, int]:
         """Plans made so far, by reason."""
 
@@ -70,13 +74,13 @@ class Precision(Relief, Protocol):
             Why it will never be, if that is so.
         """
 
-    def safe_point(self, step: int, turn: int, pages_ahead: int, idle: bool) -> None:
+    def safe_point(self, step: int, turn: int, forecast: Forecast, idle: bool) -> None:
         """Change bits where that is due, between two forward steps.
 
         Args:
             step: Number of the forward step that comes next.
             turn: Safe points so far, those of an idle engine included.
-            pages_ahead: KV pages that running requests will soon ask for.
+            forecast: KV pages that will soon be asked for.
             idle: No request runs or waits.
         """
 
@@ -86,6 +90,7 @@ class FixedPrecision:
 
     pending = False
     floor = aim = 0
+    most_bits = 16
     history: tuple[dict[str, object], ...] = ()
     bytes_released = bytes_reloaded = transitions = moves = plans = failures = plan_runs = 0
     move_seconds = plan_seconds = 0.0
@@ -107,7 +112,7 @@ class FixedPrecision:
         """Nothing moves."""
         return None
 
-    def safe_point(self, step: int, turn: int, pages_ahead: int, idle: bool) -> None:
+    def safe_point(self, step: int, turn: int, forecast: Forecast, idle: bool) -> None:
         """Nothing moves."""
 
 
@@ -137,6 +142,11 @@ class PrecisionBase:
         self.plan_seconds = self.move_seconds = 0.0
         self.floor = self.aim = 0
         self._begun: dict[int, float] = {}  # block in transfer -> monotonic seconds
+
+    @property
+    def most_bits(self) -> int:
+        """See `Precision`."""
+        return self._max_bits
 
     @property
     def pending(self) -> bool:
@@ -297,7 +307,7 @@ class ReplayedPrecision(PrecisionBase):
         freed = self._apply(urgent=True)
         return self._give_up_all(reason) if last_resort and not freed else freed
 
-    def safe_point(self, step: int, turn: int, pages_ahead: int, idle: bool) -> None:
+    def safe_point(self, step: int, turn: int, forecast: Forecast, idle: bool) -> None:
         """Apply the transitions that the trace has before this step."""
         self._step = step
         self._apply(urgent=False)

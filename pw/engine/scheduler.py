@@ -21,6 +21,13 @@ from pw.memory.prefix_cache import PrecisionTag, PrefixMatch
 UNQUANTIZED = PrecisionTag(16.0, 16, b"unquantized")
 
 
+class Forecast(NamedTuple):
+    """KV pages that will soon be asked for, beyond those held now."""
+
+    running: int  # by the sequences that run
+    waiting: int  # by the next one in the queue, if there is a place for it
+
+
 class Relief(Protocol):
     """Who can make pages free (the precision controller).
 
@@ -111,6 +118,14 @@ class Scheduler:
             for seq in self.running
             if seq.kv is not None
         )
+
+    def forecast(self, steps: int) -> Forecast:
+        """What will be asked for within so many decode steps."""
+        waiting = 0
+        if self.waiting and len(self.running) < self._max_seqs:
+            head = self.waiting[0]
+            waiting = self._kv.pages_for_tokens(min(head.length + steps, head.longest))
+        return Forecast(self.pages_ahead(steps), waiting)
 
     def book(self, chunk: Chunk) -> None:
         """The tokens of a chunk are in the cache now."""

@@ -148,6 +148,10 @@ class WeightPageTable:
         """Pages that hold planes and LUTs, those on their way up included."""
         return int(self._pick(self._cost_pages).sum()) + self._moving_pages
 
+    def pages_due(self) -> int:
+        """Pages that raises under way give back when they land: their blocks' narrower LUTs."""
+        return sum(len(self._lut_pages[index]) for index in self.in_transfer)
+
     def lut_pages(self) -> int:
         """Pages that hold LUTs of settled widths."""
         return int(self._pick(self._lut_cost).sum())

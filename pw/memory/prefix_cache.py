@@ -246,6 +246,11 @@ class PrefixCache:
             if part is not None and part in self._idle:
                 self._discard(part)
 
+    def clear(self) -> None:
+        """No longer find anything."""
+        for entry in list(self._entries.values()):
+            self.forget(entry)
+
     # -- using -------------------------------------------------------------------------------
 
     def use(self, part: Part) -> None:

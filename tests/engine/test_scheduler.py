@@ -229,3 +229,16 @@ def test_what_cannot_be_is_a_fault_not_a_hang() -> None:
     bench.add("a", 12)
     with pytest.raises(AssertionError, match="does not fit alone"):
         bench.step()
+
+
+def test_the_next_in_the_queue_is_foreseen_if_there_is_a_place_for_it() -> None:
+    bench = Bench(pages=20, seqs=2)
+    bench.add("a", 6, max_tokens=4)
+    assert bench.scheduler.forecast(100) == (0, 3)  # nothing runs; nine tokens of the first
+    bench.step()
+    assert bench.scheduler.forecast(100) == (1, 0)
+    bench.add("b", 40)
+    assert bench.scheduler.forecast(2) == (1, 11)
+    bench.step()
+    bench.add("c", 4)
+    assert bench.scheduler.forecast(2).waiting == 0  # no more may run

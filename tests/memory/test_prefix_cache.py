@@ -221,6 +221,21 @@ def test_a_sequence_that_went_wrong_leaves_nothing_behind() -> None:
     assert bench.match(TEXT).tokens == 0
 
 
+def test_clearing_forgets_what_is_idle_and_leaves_what_is_used() -> None:
+    bench = Bench()
+    bench.run(list(range(33)))
+    sequence = bench.compute(TEXT[:33])
+    pages = bench.table(sequence)
+    bench.prefix.clear()
+    bench.check()
+    assert bench.pool.idle_count == 0
+    assert bench.match(TEXT).tokens == bench.match(list(range(40))).tokens == 0
+    assert bench.table(sequence) == pages
+    bench.kv.close(sequence)
+    bench.check()
+    assert bench.pool.free_count == 24
+
+
 def test_notes_go_to_every_unit_and_come_back_with_the_deepest() -> None:
     bench = Bench()
     kv, tokens = bench.kv, TEXT[:64]

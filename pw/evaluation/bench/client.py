@@ -94,8 +94,8 @@ async def _first_model(client: httpx.AsyncClient) -> str:
 
 
 def _short(request: Request) -> Request:
-    """A request that makes the server ready: two tokens of answer."""
-    return Request(request.prompt, 2)
+    """A request that makes the server ready and leaves nothing for the measured ones to reuse."""
+    return Request(request.prompt[::-1], 2)
 
 
 class _Run:

@@ -10,6 +10,7 @@ from pw.evaluation.lab.studies import (
     codebooks,
     equal_bytes,
     memory,
+    prefix_reuse,
     shift,
     transitions,
 )
@@ -28,6 +29,7 @@ STUDIES = {
     "codebooks": Study(codebooks.run, codebooks.tables),
     "equal-bytes": Study(equal_bytes.run, equal_bytes.tables),
     "memory": Study(memory.run, memory.tables),
+    "prefix-reuse": Study(prefix_reuse.run, prefix_reuse.tables),
     "shift": Study(shift.run, shift.tables),
     "transitions": Study(transitions.run, transitions.tables),
 }
