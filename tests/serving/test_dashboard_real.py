@@ -86,7 +86,7 @@ def test_a_squeeze_as_it_is_seen(artifact: Path, driver: Any) -> None:
         page.wait_for("bits", r"^6\.00$")
         page.wait_for("requests", "none now")
         blocks = engine.status().blocks_by_bits
-        assert page.text("map-legend") == f"6 bits {blocks[6]} blocks"
+        page.wait_for("map-legend", f"^6 bits {blocks[6]} blocks$")
         assert page.js("return document.querySelectorAll('[data-plan]').length") > 0
         assert page.text("over") == "0 B"
         assert page.complaints() == []
