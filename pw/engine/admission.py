@@ -36,7 +36,6 @@ class Admission:
         self._device = parts.skeleton.device
         self._parts = parts
         self._limits: dict[int, int] = {}  # by min_bits
-        self._most_bits = 0 if parts.table is None else config.max_bits or parts.table.max_bits
         self._max_queued = config.max_num_queued_reqs
         self._seeds = None if config.seed is None else random.Random(config.seed)
 
@@ -101,29 +100,28 @@ class Admission:
         table = self._parts.table
         if min_bits is None or table is None:
             return self._limit
-        if min_bits not in self._limits:
-            self._limits[min_bits] = self._find_limit(table, min_bits)
-        return self._limits[min_bits]
-
-    def _find_limit(self, table: WeightPageTable, min_bits: int) -> int:
-        moves = not isinstance(self._parts.precision, FixedPrecision)
-        most = self._most_bits if moves else int(table.committed.min())
+        fixed = isinstance(self._parts.precision, FixedPrecision)
+        most = int(table.committed.min()) if fixed else self._parts.precision.most_bits
         if min_bits > most:
             raise RequestError(
                 f"min_bits must be at most {most} on this server: {min_bits}", param="min_bits"
             )
-        least = max(min_bits, table.min_bits)
+        if fixed:
+            return self._limit
+        if min_bits not in self._limits:
+            self._limits[min_bits] = self._find_limit(table, max(min_bits, table.min_bits))
+        return self._limits[min_bits]
+
+    def _find_limit(self, table: WeightPageTable, least: int) -> int:
         weights = int(table.cost_bytes()[:, least - table.min_bits].sum())
         pages, page_bytes = self._parts.pool.num_pages, self._parts.arena.page_bytes
-        if not moves:
-            return self._limit
         left = pages - weights // page_bytes
         limit = bisect.bisect_right(
             range(1, self._limit + 1), left, key=self._parts.kv.pages_for_tokens
         )
         if limit < 2:
             raise RequestError(
-                f"min_bits {min_bits} needs {weights:,} bytes for weights and leaves no room for "
+                f"min_bits {least} needs {weights:,} bytes for weights and leaves no room for "
                 f"a request in the {pages * page_bytes:,} bytes that weights and KV share",
                 param="min_bits",
                 hint="ask for less, or serve with a larger --memory-budget",

@@ -143,9 +143,13 @@ def test_a_policy_below_a_running_floor_is_refused(qwen: tuple[Any, Path]) -> No
     while engine.status().running:
         engine.step()
     engine.set_policy("static:3")
-    engine.add_request("later", random_prompt(20, 2), greedy(10, min_bits=5))
+    with pytest.raises(RequestError, match="at most 3 on this server: 5"):
+        engine.add_request("later", random_prompt(20, 2), greedy(10, min_bits=5))
+    engine.set_policy("adaptive")
+    engine.add_request("queued", random_prompt(20, 2), greedy(10, min_bits=5))
+    engine.set_policy("static:3")
     outputs = drain(engine)
-    assert outputs["later"][-1].error_code == "precision_unavailable"
+    assert outputs["queued"][-1].error_code == "precision_unavailable"
 
 
 def test_a_replay_of_floors_repeats_every_token(qwen: tuple[Any, Path], tmp_path: Path) -> None:
