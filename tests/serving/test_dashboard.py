@@ -174,6 +174,28 @@ def test_a_large_model_fits_the_window(driver: Any) -> None:
 
 
 @needs_browser
+def test_policies_without_widths_or_without_routing(driver: Any) -> None:
+    with opened(driver, 2, 4) as page:
+        whole = page.engine.precision_map
+
+        async def unrouted() -> dict[str, Any]:
+            told = await whole()
+            return told | {"layers": [layer | {"mass": None} for layer in told["layers"]]}
+
+        async def unquantized() -> dict[str, Any]:
+            return (await whole()) | {"layers": []}
+
+        maps = "return document.querySelectorAll('[data-map]').length"
+        page.wait(lambda: page.js(maps) == 3, "three maps")
+        page.engine.precision_map = unrouted
+        page.wait(lambda: page.js(maps) == 2, "two maps")
+        page.engine.precision_map = unquantized
+        page.wait(lambda: page.js(maps) == 0, "no map")
+        assert "unquantized" in page.text("map-text")
+        assert page.complaints() == []
+
+
+@needs_browser
 def test_requests_come_and_go(driver: Any) -> None:
     with opened(driver, 2, 4) as page:
         page.wait_for("requests", "none now")

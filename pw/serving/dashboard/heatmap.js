@@ -16,6 +16,7 @@ export function drawExperts(latest = layers) {
   layers = latest;
   const empty = layers.length === 0;
   $("map-text").hidden = !empty;
+  $("view").hidden = empty;
   if (empty) text("map-text", "The experts are served unquantized: there are no widths to show.");
   const unrouted = !empty && layers[0].mass === null;
   if (view === "routing" && unrouted) {

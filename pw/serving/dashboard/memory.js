@@ -16,7 +16,7 @@ let grid = { columns: 1, size: 1 };
 /** The bar and its legend: `held` = bytes by class of the status, `pages` as far as known. */
 export function showBudget(held, pages) {
   picture = pages ?? picture;
-  const parts = [["dense", "dense weights", held.dense], ["dense", "unquantized experts", held.experts_dense], ...arena(held),
+  const parts = [["dense", "dense weights", held.dense], ["bit6", "unquantized experts", held.experts_dense], ...arena(held),
     ["tables", "tables", held.tables], ["workspace", "workspace", held.workspace]].filter(([, , size]) => size > 0);
   const bar = $("bar");
   while (bar.children.length > parts.length) bar.lastChild.remove();
