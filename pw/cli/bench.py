@@ -161,7 +161,8 @@ def squeeze(
     common: Common,
     cycles: Annotated[int, typer.Option(help="Times that memory gets short and long again.")] = 10,
     probes: Annotated[int, typer.Option(help="Short requests whose steps are timed.")] = 4,
-    probe_tokens: Annotated[int, typer.Option(help="Tokens that each of them makes.")] = 64,
+    steady_steps: Annotated[int, typer.Option(help="Steps of theirs before the pressure.")] = 32,
+    ease_steps: Annotated[int, typer.Option(help="Steps of theirs after it.")] = 64,
     load: Annotated[
         float, typer.Option(help="KV of the long requests over the room beside the experts.")
     ] = 1.5,
@@ -174,8 +175,8 @@ def squeeze(
     result.check(common)
     if config.policy.kind != "adaptive":
         raise ConfigError(f"only adaptive precision can be squeezed: {config.policy}")
-    if min(cycles, probes) < 1 or probe_tokens < 4 or not load > 0:
-        raise ConfigError("cycles and probes must be at least 1, probe tokens 4, load positive")
+    if min(cycles, probes, steady_steps, ease_steps) < 1 or not load > 0:
+        raise ConfigError("cycles, probes and steps must be at least 1, load positive")
     path = model_folder(model, runtime, quiet=common.quiet)
 
     from pw.engine import Engine
@@ -187,7 +188,8 @@ def squeeze(
     settings = Squeeze(
         cycles=cycles,
         probes=probes,
-        probe_tokens=probe_tokens,
+        steady_steps=steady_steps,
+        ease_steps=ease_steps,
         load=load,
         max_long=config.max_num_seqs - probes,
         seed=runtime.seed or 0,

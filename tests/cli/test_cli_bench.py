@@ -61,7 +61,7 @@ def test_latency_of_dummy_weights_under_every_policy(config: str, policy: str) -
 
 
 def test_squeeze_of_dummy_weights_finds_its_own_budget(config: str) -> None:
-    flags = ("--cycles", "2", "--probes", "2", "--probe-tokens", "16", "--max-model-len", "256")
+    flags = ("--cycles", "2", "--probes", "2", "--steady-steps", "4", "--max-model-len", "256")
     limits = ("--max-num-batched-tokens", "64", "--max-num-seqs", "6")
     found = figures(run("bench", "squeeze", config, *DUMMY, *limits, *flags, "--json", "-q"))
     assert found["bytes_over_budget"] == found["pages_leaked"] == 0

@@ -10,7 +10,7 @@ from pw.errors import ConfigError
 from pw.evaluation.bench.squeeze import Squeeze, SqueezeRun, tight_budget
 from support.engines import make_artifact, open_engine
 
-SHORT = Squeeze(cycles=12, probes=2, probe_tokens=24, max_long=6)
+SHORT = Squeeze(cycles=12, probes=2, steady_steps=8, ease_steps=40, max_long=6)
 
 
 @pytest.fixture(scope="module")
@@ -32,6 +32,8 @@ def test_no_byte_over_budget_no_page_lost_and_every_plane_back(artifact: Path) -
     assert found["bytes_released"] > 12 * 4096
     assert found["bytes_reloaded"] > 12 * 4096
     assert found["quiet_steps"] > 50
+    assert found["moving_steps"] > 0
+    assert found["moving_step_p99_ms"] > 0
     assert found["return_seconds_most"] < SHORT.return_seconds
     assert found["kv_bytes_at_most"] > 0
 

@@ -4,7 +4,7 @@ One cycle:
 
     steady     `probes` short requests decode beside free pages: quiet steps
     pressure   long prompts arrive until planes are given up, and decode to their end
-    ease       the probes decode on while planes come back
+    ease       the probes decode on while planes come back, and are dropped
     rest       nothing runs; until all planes are back
 
 Steps are compared like with like: those that decode the probes and nothing else, by whether planes
@@ -26,6 +26,7 @@ from pw.engine.request import EngineStatus, SamplingParams
 from pw.errors import ConfigError, PwError
 
 _IDLE_SECONDS = 0.002  # between safe points of an idle engine
+_PROBE = 16  # tokens of a probe's prompt
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,8 @@ class Squeeze:
 
     cycles: int = 10
     probes: int = 4
-    probe_tokens: int = 64  # that a probe makes; half of them before the pressure
+    steady_steps: int = 32
+    ease_steps: int = 64
     load: float = 1.5  # KV of the long requests over the room beside the widest experts
     max_long: int = 60  # long requests at a time; with the probes no more than may run
     output_len: int = 8  # tokens of a long request's answer
@@ -97,7 +99,7 @@ class SqueezeRun:
 
     def run(self, advance: Callable[[int], None] = lambda _: None) -> dict[str, Any]:
         """All cycles; a summary."""
-        probe = self._prompt(16)
+        probe = self._prompt(_PROBE)
         before = self._score(probe)
         for _ in range(self._squeeze.cycles):
             self._cycle()
@@ -109,20 +111,25 @@ class SqueezeRun:
 
     def _cycle(self) -> None:
         squeeze, engine = self._squeeze, self._engine
-        probes = {self._add(self._prompt(16), squeeze.probe_tokens) for _ in range(squeeze.probes)}
-        for _ in range(squeeze.probe_tokens // 2):
-            self._step(probes)
-        for length in self._long:
-            self._add(self._prompt(length), squeeze.output_len)
-        while engine.has_work():
-            self._step(probes)
+        most = engine.max_model_len - _PROBE
+        probes = [self._add(self._prompt(_PROBE), most) for _ in range(squeeze.probes)]
+        for _ in range(squeeze.steady_steps):
+            self._step()
+        long = {self._add(self._prompt(length), squeeze.output_len) for length in self._long}
+        while long:
+            long -= self._step()
+        for _ in range(squeeze.ease_steps):
+            self._step()
+        for name in probes:
+            engine.abort(name)
         engine.check_integrity()
         self._record.returns.append(self._settle())
         now = engine.status()
         self._record.leaked += self._start.pages_free - now.pages_free + now.pages_kv
         self._record.not_returned += now.mean_bits != self._start.mean_bits
 
-    def _step(self, probes: set[str]) -> None:
+    def _step(self) -> set[str]:
+        """One step, timed; requests that ended in it."""
         engine, record = self._engine, self._record
         before = engine.status()
         started = time.perf_counter()
@@ -132,8 +139,6 @@ class SqueezeRun:
         for output in outputs:
             if output.error is not None:
                 raise PwError(f"a request of the squeeze failed: {output.error}")
-            if output.finish_reason is not None:
-                probes.discard(output.request_id)
         tokens = after.step_tokens - before.step_tokens
         if len(outputs) == tokens == self._squeeze.probes == before.running:
             moved = after.transitions != before.transitions or after.moves_in_flight > 0
@@ -143,6 +148,7 @@ class SqueezeRun:
         record.over_budget = max(
             record.over_budget, after.bytes_over_budget, after.bytes.total - after.bytes.budget
         )
+        return {output.request_id for output in outputs if output.finish_reason is not None}
 
     def _settle(self) -> float:
         """Idle until planes have come back; seconds it took."""
