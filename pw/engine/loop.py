@@ -79,7 +79,7 @@ class EngineLoop:
                 outputs = []
             else:
                 wait, outputs = 0.0, self.engine.step()
-            self._failures = 0
+                self._failures = 0  # an idle turn proves nothing
         except EngineLostError:
             raise
         except Exception as error:

@@ -123,9 +123,14 @@ class Worker:
 
     def _answer(self, call: int, ask: Callable[[], Any]) -> None:
         try:
-            self._send(wire.Answer(call, ask()))
+            answer = wire.Answer(call, ask())
         except RequestError as error:
-            self._send(wire.Answer(call, refusal=wire.Refusal.of(error)))
+            answer = wire.Answer(call, refusal=wire.Refusal.of(error))
+        except Exception:  # the asker's, not the engine's
+            logger.exception("a question could not be answered")
+            fault = RequestError("internal error", code="server_error", status=500)
+            answer = wire.Answer(call, refusal=wire.Refusal.of(fault))
+        self._send(answer)
         self._status_due = 0.0
 
     def _collect(self, outputs: list[RequestOutput]) -> None:

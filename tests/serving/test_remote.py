@@ -73,6 +73,9 @@ def test_policy_and_precision_map_cross():
         with pytest.raises(RequestError, match="2 to 8") as refused:
             await engine.set_policy("static:9")
         assert refused.value.param == "policy"
+        with pytest.raises(RequestError, match="^internal error$") as refused:
+            await engine.set_policy("static:0")
+        assert refused.value.status == 500
         assert engine.status().policy == "static:4"
 
     with_engine(work)
@@ -194,6 +197,7 @@ def test_a_fault_that_stays_ends_the_engine(fault):
             assert last.error_code == "engine_failed"
             if fault == StepEngine.LOSE:
                 break
+            await asyncio.sleep(0.3)  # idle turns in between do not make it well
         await until(lambda: engine.failed)
         assert not engine.healthy()
 

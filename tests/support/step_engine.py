@@ -128,6 +128,8 @@ class StepEngine:
     def set_policy(self, policy: str) -> None:
         if policy == "static:9":
             raise RequestError("static width must be 2 to 8", param="policy")
+        if policy == "static:0":
+            raise ZeroDivisionError("secret detail")
         self.policy = policy
 
     def close(self) -> None:
