@@ -73,7 +73,7 @@ def test_policy_and_precision_map_cross():
         with pytest.raises(RequestError, match="2 to 8") as refused:
             await engine.set_policy("static:9")
         assert refused.value.param == "policy"
-        with pytest.raises(RequestError, match="^internal error$") as refused:
+        with pytest.raises(RequestError, match=r"^internal error$") as refused:
             await engine.set_policy("static:0")
         assert refused.value.status == 500
         assert engine.status().policy == "static:4"
