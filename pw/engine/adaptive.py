@@ -73,7 +73,8 @@ class AdaptivePrecision(PrecisionBase):
     def release(self, pages: int, reason: str, *, last_resort: bool = False) -> int:
         """See `pw.engine.scheduler.Relief`."""
         recent = self._turn - self._raised_at < self._config.dwell_steps
-        freed, failures = 0, -1
+        # Pages of planes that nobody has read yet cost nothing; and their blocks take part again.
+        freed, failures = self._recall(reason) if self._table.in_transfer else 0, -1
         while freed < pages and failures != self.failures:
             failures = self.failures
             with self._planning():
@@ -87,8 +88,6 @@ class AdaptivePrecision(PrecisionBase):
             self._pressure.note_release(self._turn)
             if last_resort:
                 break
-        if freed < pages and self._table.in_transfer:
-            freed += self._recall(reason)
         return freed
 
     def _try_reduce(self, move: Move, reason: str, last_resort: bool = False) -> int:
@@ -233,4 +232,5 @@ class AdaptivePrecision(PrecisionBase):
             self._cancel_raise(index, reason)
         free = self._pool.free_count
         self._land(self._mover.drop(), reason)
+        self._pressure.note_release(self._turn)
         return self._pool.free_count - free

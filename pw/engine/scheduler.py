@@ -4,7 +4,7 @@ Decodes come first, then prompts in chunks, both oldest first. When pages run ou
 the order of DESIGN section 6: idle prefixes go (they count as free pages), planes are given up by
 plan, then the youngest sequence is preempted and recomputed later, but for what the prefix cache
 still has of it. The oldest is never preempted, so it always advances; admission makes sure that it
-fits alone.
+fits alone. Nobody overtakes: who is next waits at most for the longest rest of those that run.
 """
 
 from __future__ import annotations

@@ -172,6 +172,27 @@ def test_kv_for_one_sequence_and_a_slow_mover_stall_nobody(qwen: tuple[Any, Path
     assert steps <= 16 * (prefill + new)  # no turn of the oldest was lost
 
 
+def test_raises_under_way_are_called_back_before_any_plane_is_given_up(
+    qwen: tuple[Any, Path],
+) -> None:
+    engine = open_engine(qwen[1], planner_high_watermark=0.06)
+    parts = engine._parts
+    assert parts.table is not None
+    parts.precision.release(10**6, "test")
+    for _ in range(10):
+        engine.idle_turn()
+        if parts.table.in_transfer:
+            break
+    under_way = sum(len(move.pages) for move in parts.table.in_transfer.values())
+    bits, free = parts.table.committed.copy(), parts.pool.free_count
+    assert under_way > 4
+    assert parts.precision.release(3, "test") == under_way
+    assert parts.pool.free_count == free + under_way
+    assert not parts.table.in_transfer
+    assert (parts.table.committed == bits).all()
+    engine.check_integrity()
+
+
 def test_plans_move_no_address_and_change_no_answer(qwen: tuple[Any, Path], tmp_path: Path) -> None:
     """[H10] What a captured graph would have read after 200 plans is still what it must read."""
     engine = open_engine(qwen[1], enable_prefix_caching=False)
