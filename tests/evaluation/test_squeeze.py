@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,19 @@ def test_no_byte_over_budget_no_page_lost_and_every_plane_back(artifact: Path) -
     assert found["moving_step_p99_ms"] > 0
     assert found["return_seconds_most"] < SHORT.return_seconds
     assert found["kv_bytes_at_most"] > 0
+
+
+@pytest.mark.figures
+def test_a_thousand_cycles(artifact: Path) -> None:
+    """[L2] 0 bytes over budget, 0 pages lost, bits back within two seconds each time."""
+    budget = tight_budget(open_engine(artifact), 0.05)
+    engine = open_engine(artifact, memory_budget=budget)
+    found = SqueezeRun(engine, replace(SHORT, cycles=1000, ease_steps=8)).run()
+    assert found["cycles"] == 1000
+    assert found["bytes_over_budget"] == found["pages_leaked"] == 0
+    assert found["cycles_without_return"] == 0
+    assert found["equal_before_and_after"] is True
+    assert found["return_seconds_most"] < 2
 
 
 def test_room_for_everything_is_no_squeeze(artifact: Path) -> None:
