@@ -31,7 +31,11 @@ EVERYTHING = SamplingParams(
 
 
 def peak_bytes(engine: Engine) -> int:
-    """Most bytes alive at once that one step allocated, in torch and outside it."""
+    """Most bytes alive at once that one step allocated, in torch and outside it.
+
+    0 of a step that computed nothing, since grammars were still being compiled.
+    """
+    steps = engine.status().step
     tracemalloc.start()
     before = tracemalloc.get_traced_memory()[0]
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
@@ -40,6 +44,8 @@ def peak_bytes(engine: Engine) -> int:
     tracemalloc.stop()
     results = profiler.profiler.kineto_results.events()
     events = sorted((e.start_ns(), e.nbytes()) for e in results if e.name() == "[memory]")
+    if engine.status().step == steps:
+        return 0
     assert events
     live = peak = 0
     for _, size in events:
@@ -56,7 +62,7 @@ def worst(engine: Engine, prompt: int) -> int:
     peaks = []
     while engine.has_work():
         peaks.append(peak_bytes(engine))
-    assert len(peaks) > 5
+    assert sum(map(bool, peaks)) > 5
     return max(peaks)
 
 
