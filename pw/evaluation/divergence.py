@@ -2,8 +2,8 @@
 
 KL(dense || policy) over the whole vocabulary, in nats. The dense model runs first; its
 log-probabilities wait in a temporary file, so that no two models have to be in memory at once.
-They are kept as float16, which alone gives 2e-7 to 2e-6 nats a token (4,096 random logits of standard
-deviation 5 to 1); 6 bits on the bundled model give 6e-4.
+They are kept as float16, which alone gives 2e-7 to 2e-6 nats a token (4,096 random logits of
+standard deviation 5 to 1); 6 bits on the bundled model give 6e-4.
 """
 
 from __future__ import annotations
