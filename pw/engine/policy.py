@@ -34,7 +34,6 @@ def switch_policy(parts: Parts, config: EngineConfig, text: str) -> PrecisionPol
         )
     if policy.kind == "static" and policy.bits is not None:
         _check_width(parts, config, policy.bits)
-        _check_floors(parts, policy.bits)
     elif policy.kind != "adaptive":
         raise _refusal(
             f"not a policy for an engine that runs: `{text}`", "use adaptive or static:<bits>"
@@ -54,6 +53,8 @@ def _check_width(parts: Parts, config: EngineConfig, bits: int) -> None:
     low, high = config.min_bits or table.min_bits, config.max_bits or table.max_bits
     if not low <= bits <= high:
         raise _refusal(f"static width must be between {low} and {high}: {bits}")
+    if bits < parts.precision.floor:
+        raise _refusal(f"a request that runs was promised {parts.precision.floor} bits: {bits}")
     weights = int(table.cost_bytes()[:, bits - table.min_bits].sum()) // parts.arena.page_bytes
     longest = parts.memory.max_model_len
     reserve = math.ceil(config.planner.low_watermark * parts.pool.num_pages) + 1
@@ -63,24 +64,6 @@ def _check_width(parts: Parts, config: EngineConfig, bits: int) -> None:
             f"all blocks at {bits} bits leave {parts.pool.num_pages - weights} pages for KV, "
             f"but a context of {longest} tokens needs {needed}",
             "use a narrower width, or start with a larger budget or a smaller --max-model-len",
-        )
-
-
-def _check_floors(parts: Parts, bits: int) -> None:
-    """See that every request, also one that waits, keeps the width that it was promised.
-
-    Raises:
-        RequestError: One was promised more.
-    """
-    live = (*parts.scheduler.running, *parts.scheduler.waiting)
-    promised = max((sequence.params.min_bits or 0 for sequence in live), default=0)
-    if bits < promised:
-        raise RequestError(
-            f"a request was promised {promised} bits: {bits}",
-            code="conflict",
-            param="policy",
-            status=409,
-            hint="try again when it has ended",
         )
 
 

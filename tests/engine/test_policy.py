@@ -119,26 +119,6 @@ def test_a_width_that_would_break_the_promised_context_is_refused(artifact: Path
     assert widths(engine) == {3}
 
 
-@pytest.mark.parametrize("steps", [0, 3])
-def test_no_request_loses_the_width_that_it_was_promised(artifact: Path, steps: int) -> None:
-    """Neither one that runs nor one that waits, which would wait for ever."""
-    engine = open_engine(artifact)
-    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, min_bits=4)
-    engine.add_request("floor", random_prompt(20, 1), params)
-    for _ in range(steps):
-        engine.step()
-    with pytest.raises(RequestError, match="was promised 4 bits: 3") as refused:
-        engine.set_policy("static:3")
-    assert refused.value.status == 409
-    assert widths(engine) == {6}
-    engine.set_policy("static:4")
-    while engine.has_work():
-        assert all(output.min_bits >= 4 for output in engine.step())
-    engine.set_policy("static:3")
-    with pytest.raises(RequestError, match="min_bits must be at most 3"):
-        engine.add_request("late", random_prompt(20, 1), params)
-
-
 def test_a_static_engine_stays_what_it_is(artifact: Path) -> None:
     engine = open_engine(artifact, "static:3")
     with pytest.raises(RequestError, match="started with the policy static:3") as refused:
