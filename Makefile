@@ -38,6 +38,12 @@ reliability: $(STAMP)  ## The counts of docs/reliability.md: minutes each
 test-gpu: $(STAMP)  ## The tests that need a GPU
 	$(BIN)/python -m pytest -q -m gpu
 
+test-clients: pyproject.toml constraints.txt  ## Other people's clients against the server
+	test -x $(VENV)-clients/bin/python || $(PYTHON) -m venv $(VENV)-clients
+	$(VENV)-clients/bin/python -m pip install --quiet --disable-pip-version-check \
+		-c constraints.txt -e '.[dev,clients]'
+	$(VENV)-clients/bin/python -m pytest -q -m clients tests/clients
+
 bench: $(STAMP)  ## Speed: calibration, planner, tokens/s beside transformers
 	$(BIN)/pw bench tiny
 

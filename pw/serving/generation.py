@@ -51,8 +51,8 @@ def check_context(prompts: list[EncodedPrompt], params: SamplingParams, max_mode
         wanted = params.max_tokens if params.max_tokens is not None else 1
         if tokens + wanted > max_model_len:
             raise RequestError(
-                f"context length is {max_model_len} tokens, but the request needs "
-                f"{tokens + wanted}: {tokens} in the prompt and {wanted} to generate",
+                f"this model's maximum context length is {max_model_len} tokens, but the request "
+                f"needs {tokens + wanted}: {tokens} in the prompt and {wanted} to generate",
                 code="context_length_exceeded",
                 param="max_tokens" if tokens < max_model_len else "prompt",
             )

@@ -105,8 +105,8 @@ class PromptEncoder:
         """Encoding megabytes would keep all other prompts waiting."""
         if isinstance(prompt, str) and len(prompt) > max_tokens * self._longest_token:
             raise RequestError(
-                f"context length is {max_tokens} tokens, but the prompt has {len(prompt)} "
-                "characters, more than so many tokens can hold",
+                f"this model's maximum context length is {max_tokens} tokens, but the prompt has "
+                f"{len(prompt)} characters, more than so many tokens can hold",
                 code="context_length_exceeded",
                 param="prompt",
             )

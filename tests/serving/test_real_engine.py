@@ -84,7 +84,7 @@ def test_stream_equals_the_whole_answer_and_seeds_repeat(served: Any) -> None:
 
 def test_bad_input_is_a_400_and_the_engine_lives_on(served: Any) -> None:
     limit = served.http.get("/v1/models").json()["data"][0]["max_model_len"]
-    with pytest.raises(openai.BadRequestError, match="context length is") as refused:
+    with pytest.raises(openai.BadRequestError, match="maximum context length is") as refused:
         ask(served.openai, [5] * limit)
     assert refused.value.code == "context_length_exceeded"
     for body in ({"prompt": [999]}, {"prompt": []}, {"prompt": "x", "temperature": -1}, {}):
