@@ -200,7 +200,7 @@ class Generation:
 
 
 # Ends that are not the engine's fault, by their code -> HTTP status.
-_REFUSALS = {"timeout": 504, "invalid_grammar": 400}
+_REFUSALS = {"timeout": 504, "invalid_grammar": 400, "precision_unavailable": 503}
 
 
 def _checked(index: int, output: RequestOutput) -> tuple[int, RequestOutput] | Exception:

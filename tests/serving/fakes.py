@@ -25,7 +25,7 @@ class FakeEngine:
     Prompt tokens choose the misbehaviour, see the class attributes.
     """
 
-    REFUSE, BREAK, RAISE, ABORT, MUTE, DIE = 900, 901, 902, 903, 904, 905
+    REFUSE, BREAK, RAISE, ABORT, MUTE, DIE, UNABLE = 900, 901, 902, 903, 904, 905, 906
 
     def __init__(self, step_seconds: float = 0.0, max_model_len: int = 4096) -> None:
         self.step_seconds = step_seconds
@@ -88,6 +88,9 @@ class FakeEngine:
                 yield output
         while True:
             await asyncio.sleep(3600 if self.MUTE in prompt else self.step_seconds)
+            if done == 3 and self.UNABLE in prompt:
+                code = "precision_unavailable"
+                yield RequestOutput(request_id, finish_reason="error", error="no", error_code=code)
             if done == 3 and self.BREAK in prompt:
                 yield RequestOutput(request_id, finish_reason="error", error="a kernel failed")
             if done == 3 and self.DIE in prompt:

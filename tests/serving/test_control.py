@@ -6,6 +6,7 @@ import pytest
 
 from pw.serving.context import ServingConfig
 from tests.serving.conftest import serving
+from tests.serving.fakes import FakeEngine
 
 POLICY = "/v1/pw/policy"
 
@@ -98,6 +99,12 @@ def test_a_floor_reaches_the_engine(served):
     )
     ((_, params),) = served.engine.calls.values()
     assert params.min_bits == 4
+
+
+def test_a_floor_that_is_lost_while_the_answer_runs(served):
+    answer = served.http.post("/v1/completions", json={"prompt": [FakeEngine.UNABLE]})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "precision_unavailable")
+    assert answer.headers["retry-after"] == "1"
 
 
 def test_bits_in_usage(served):

@@ -87,7 +87,7 @@ def test_streams_add_up_to_whole_answers(served: Served) -> None:
     assert compare(served, rounds=6) == 144
 
 
-@pytest.mark.slow
+@pytest.mark.figures
 def test_streams_add_up_to_whole_answers_five_thousand_times(served: Served) -> None:
     assert compare(served, rounds=210) == 5040
 
