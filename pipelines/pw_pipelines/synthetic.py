@@ -37,7 +37,7 @@ def write(settings: dict[str, Any], out: Path, *, seed: int = 0, device: str = "
         device: Where random numbers are made.
     """
     out.mkdir(parents=True)
-    config: Any = AutoConfig.for_model(**settings, dtype="bfloat16")
+    config: Any = AutoConfig.for_model(**(settings | {"dtype": "bfloat16"}))
     with torch.device("meta"):
         model: Any = text_model(config, torch.bfloat16, attention=PROBE, experts=EXPERTS)
     config.architectures = [type(model).__name__]

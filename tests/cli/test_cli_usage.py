@@ -28,9 +28,15 @@ def test_no_command_shows_the_help_in_the_order_of_the_work() -> None:
         assert panel in done.out
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+BENCHES = [f"bench {name}" for name in ("throughput", "latency", "serve", "squeeze", "compare")]
+
+
+@pytest.mark.parametrize("command", [*COMMANDS, *BENCHES])
 def test_every_command_has_help_and_the_common_flags(command: str) -> None:
-    done = run(command, "-h")
+    done = run(*command.split(), "-h")
+    if command == "bench":
+        assert all(name.split()[1] in done.out for name in BENCHES)
+        return
     assert done.code == 0
     for flag in ("--quiet", "--verbose", "--json"):
         assert flag in done.out
@@ -47,7 +53,7 @@ def test_every_command_has_help_and_the_common_flags(command: str) -> None:
             "serve x --max-modle-len 3",
             2,
             "no such option: --max-modle-len",
-            "did you mean `--max-model-len`?",
+            "`--max-model-len`",
         ),
         ("quantize tiny --workers 0", 2, "--workers must be at least 1: 0", ""),
         ("serve x --xyzzy", 2, "no such option: --xyzzy", "see `pw serve --help`"),
