@@ -18,8 +18,9 @@ from pw.errors import ModelError
 from pw.models.architecture import Architecture
 from pw.models.experts import gate_first
 from pw.models.geometry import KvGeometry
+from pw.models.header import DTYPES, some
 from pw.models.keymap import KeyMap, map_keys
-from pw.models.shards import DTYPES, ShardIndex, some
+from pw.models.shards import ShardIndex
 
 _FLOATS = ("F32", "F16", "BF16")
 

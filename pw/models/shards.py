@@ -1,4 +1,4 @@
-"""The safetensors files of a checkpoint: headers checked at once, tensors read one at a time.
+"""The safetensors files of a checkpoint: headers read at once, tensors one at a time.
 
 Knows file names, byte ranges and dtypes; knows no model. Reads are positioned reads into fresh
 memory: a mapping would count whole shards as resident while experts stream by.
@@ -7,107 +7,19 @@ memory: a mapping would count whole shards as resident while experts stream by.
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
-import struct
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from pw.errors import ModelError
+from pw.models.header import DTYPES, INCOMPLETE, TensorEntry, read_header, some
 
 INDEX = "model.safetensors.index.json"
-DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
-_MAX_HEADER = 100_000_000  # bytes; the limit of the safetensors format
-_INCOMPLETE = "fetch the checkpoint again: it is incomplete"
-
-
-@dataclass(frozen=True, slots=True)
-class TensorEntry:
-    """Where one tensor lies."""
-
-    file: Path
-    dtype: str  # as in the header, e.g. "BF16"
-    shape: tuple[int, ...]
-    start: int  # byte offset in the file
-    stop: int
-
-
-def some(names: Iterable[str], count: int = 3) -> str:
-    """The first few names in backticks and how many more there are."""
-    listed = sorted(names)
-    more = f" and {len(listed) - count} more" if len(listed) > count else ""
-    return ", ".join(f"`{name}`" for name in listed[:count]) + more
-
-
-def read_header(file: Path) -> dict[str, TensorEntry]:
-    """Entries of one safetensors file, checked against its size.
-
-    Raises:
-        ModelError: The file is not safetensors, or is shorter than its header promises.
-    """
-    size = file.stat().st_size
-    try:
-        with file.open("rb") as stream:
-            (length,) = struct.unpack("<Q", stream.read(8))
-            if length > min(_MAX_HEADER, size):
-                raise ValueError(f"header of {length} bytes")
-            header = json.loads(stream.read(length))
-        header.pop("__metadata__", None)
-        entries = {
-            name: TensorEntry(
-                file,
-                str(item["dtype"]),
-                tuple(int(n) for n in item["shape"]),
-                8 + length + int(item["data_offsets"][0]),
-                8 + length + int(item["data_offsets"][1]),
-            )
-            for name, item in header.items()
-        }
-    except (struct.error, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ModelError(
-            f"not a readable safetensors file: `{file.name}` ({error})", _INCOMPLETE
-        ) from error
-    cut = [name for name, entry in entries.items() if entry.stop > size]
-    if cut:
-        promised = max(entries[name].stop for name in cut)
-        raise ModelError(
-            f"shard is truncated: `{file.name}` has {size} of {promised} bytes, "
-            f"which cuts off {some(cut)}",
-            _INCOMPLETE,
-        )
-    for name, entry in entries.items():
-        _check_entry(name, entry)
-    return entries
-
-
-def _check_entry(name: str, entry: TensorEntry) -> None:
-    """Refuse a header whose byte range contradicts dtype and shape."""
-    dtype = DTYPES.get(entry.dtype)
-    wanted = entry.stop - entry.start if dtype is None else dtype.itemsize * math.prod(entry.shape)
-    if min((*entry.shape, entry.stop - entry.start), default=0) < 0 or (
-        entry.stop - entry.start != wanted
-    ):
-        raise ModelError(
-            f"header of `{entry.file.name}` contradicts itself at `{name}`: {entry.dtype} "
-            f"{list(entry.shape)} in {entry.stop - entry.start} bytes",
-            _INCOMPLETE,
-        )
+_MAX_NAME = 255  # bytes of a file name in common file systems
 
 
 class ShardIndex:
@@ -186,7 +98,7 @@ def _read_into(file: Path, start: int, out: memoryview, name: str) -> None:
         while done < len(out):
             count = os.preadv(descriptor, [out[done:]], start + done)
             if count == 0:
-                raise ModelError(f"`{file.name}` ended inside `{name}`", _INCOMPLETE)
+                raise ModelError(f"`{file.name}` ended inside `{name}`", INCOMPLETE)
             done += count
     finally:
         os.close(descriptor)
@@ -198,24 +110,24 @@ def _indexed(path: Path, index: Path) -> dict[str, TensorEntry]:
         weight_map = {
             str(k): str(v) for k, v in json.loads(index.read_bytes())["weight_map"].items()
         }
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ModelError(f"not a readable shard index: `{index.name}` ({error})") from error
     by_file: dict[str, list[str]] = {}
     for name, file in weight_map.items():
-        if Path(file).name != file:
-            raise ModelError(f"shard index names a file outside its folder: `{file}`")
+        if Path(file).name != file or not file.isprintable() or len(file) > _MAX_NAME:
+            raise ModelError(f"shard index names a file outside its folder: {ascii(file)[:200]}")
         by_file.setdefault(file, []).append(name)
     for file, names in sorted(by_file.items()):
         if not (path / file).is_file():
             raise ModelError(
-                f"shard is missing: `{file}`, which should hold {some(names)}", _INCOMPLETE
+                f"shard is missing: `{file}`, which should hold {some(names)}", INCOMPLETE
             )
     entries: dict[str, TensorEntry] = {}
     for file, names in sorted(by_file.items()):
         header = read_header(path / file)
         absent = [name for name in names if name not in header]
         if absent:
-            raise ModelError(f"shard `{file}` does not hold {some(absent)}", _INCOMPLETE)
+            raise ModelError(f"shard `{file}` does not hold {some(absent)}", INCOMPLETE)
         entries.update(header)
     return entries
 
@@ -238,5 +150,5 @@ def _numbered(path: Path) -> list[Path]:
             assert match is not None
             wanted = f"{match[1]}{number:0{len(match[2])}d}-of-{match[3]}.safetensors"
             if not (path / wanted).is_file():
-                raise ModelError(f"shard is missing: `{wanted}`", _INCOMPLETE)
+                raise ModelError(f"shard is missing: `{wanted}`", INCOMPLETE)
     return files

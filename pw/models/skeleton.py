@@ -31,7 +31,7 @@ from pw.models.experts import (
 )
 from pw.models.flat import FlatDecoder, flat_decoder
 from pw.models.geometry import KvGeometry
-from pw.models.shards import some
+from pw.models.header import some
 
 
 @dataclass(frozen=True)

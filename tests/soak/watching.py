@@ -1,0 +1,133 @@
+"""What a server holds, seen from outside: its own books, and the memory of its processes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+PAGE = os.sysconf("SC_PAGE_SIZE")
+
+
+@dataclass(frozen=True)
+class Processes:
+    """The processes of one server."""
+
+    server: int
+    engine: int
+
+    @classmethod
+    def of_this_child(cls) -> Processes:
+        """The one server that this process has started."""
+        [server] = _children(os.getpid())
+        engine = next(pid for pid in _children(server) if "pw.engine.worker" in _command(pid))
+        return cls(server, engine)
+
+    def rss(self) -> tuple[int, int]:
+        """Resident bytes of server and engine."""
+        return _rss(self.server), _rss(self.engine)
+
+
+def _children(pid: int) -> list[int]:
+    threads = Path(f"/proc/{pid}/task").iterdir()
+    return [int(child) for thread in threads for child in (thread / "children").read_text().split()]
+
+
+def _command(pid: int) -> str:
+    return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
+
+
+def _rss(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * PAGE
+
+
+@dataclass
+class Rest:
+    """A server with nothing to do."""
+
+    status: dict[str, Any]
+    rss: tuple[int, int]  # bytes: server, engine
+    text: str  # of the same greedy request
+
+
+@dataclass
+class Watch:
+    """Reads the server's status once a second until stopped."""
+
+    client: httpx.AsyncClient
+    least_bits: float = 16.0
+    most_kv: int = 0  # pages
+    most_running: int = 0
+    most_waiting: int = 0
+    over_budget: int = 0  # bytes
+    not_ready: int = 0  # answers of /health/ready other than 200
+    slowest_health: float = 0.0  # seconds
+    looks: int = 0
+    _stopped: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def run(self) -> None:
+        """Look until `stop`."""
+        while not self._stopped.is_set():
+            status = await read_status(self.client)
+            self.looks += 1
+            self.least_bits = min(self.least_bits, status["mean_bits"])
+            self.most_kv = max(self.most_kv, status["pages_kv"])
+            self.most_running = max(self.most_running, status["running"])
+            self.most_waiting = max(self.most_waiting, status["waiting"])
+            self.over_budget = max(self.over_budget, status["bytes_over_budget"])
+            begin = time.monotonic()
+            ready = await self.client.get("/health/ready")
+            self.slowest_health = max(self.slowest_health, time.monotonic() - begin)
+            self.not_ready += ready.status_code != httpx.codes.OK
+            try:
+                await asyncio.wait_for(self._stopped.wait(), 1.0)
+            except TimeoutError:
+                continue
+
+    def stop(self) -> None:
+        """End `run` after its present look."""
+        self._stopped.set()
+
+    def figures(self) -> dict[str, Any]:
+        """What was seen."""
+        seen = {k: v for k, v in vars(self).items() if isinstance(v, int | float)}
+        return {k: round(v, 3) for k, v in seen.items()}
+
+
+async def read_status(client: httpx.AsyncClient) -> dict[str, Any]:
+    """`/v1/pw/status`."""
+    answer = await client.get("/v1/pw/status")
+    answer.raise_for_status()
+    status: dict[str, Any] = answer.json()
+    return status
+
+
+async def rest(client: httpx.AsyncClient, processes: Processes, seconds: float = 60.0) -> Rest:
+    """Wait until nothing runs and all planes are back, then look.
+
+    Raises:
+        TimeoutError: It does not come to rest.
+    """
+    deadline = time.monotonic() + seconds
+    last = -1.0
+    while True:
+        status = await read_status(client)
+        quiet = not (status["open_sequences"] or status["running"] or status["moves_in_flight"])
+        if quiet and status["pages_kv"] == 0 and status["mean_bits"] == last:
+            break
+        last = status["mean_bits"]
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"not at rest after {seconds:.0f} s: {status}")
+        await asyncio.sleep(1.0)
+    answer = await client.post(
+        "/v1/completions", json={"prompt": "The town of", "max_tokens": 24, "temperature": 0}
+    )
+    answer.raise_for_status()
+    text = str(answer.json()["choices"][0]["text"])
+    await asyncio.sleep(1.0)
+    return Rest(await read_status(client), processes.rss(), text)
