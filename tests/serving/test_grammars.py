@@ -40,6 +40,7 @@ async def verdict(checker, grammar):
     return None
 
 
+@pytest.mark.slow
 def test_a_worker_through_all_that_happens_to_it(monkeypatch):
     """One test, as starting the worker takes seconds."""
     monkeypatch.setattr(grammars, "CPU_SECONDS", 0.5)
