@@ -14,12 +14,12 @@ from pw.engine.precision import FixedPrecision, Precision
 from pw.engine.quality import Quality, make_quality
 from pw.engine.runner import ModelRunner
 from pw.engine.scheduler import UNQUANTIZED, Scheduler
-from pw.engine.sources import load
+from pw.engine.sources import Loaded, load
 from pw.engine.start import start_precision
 from pw.engine.trace import TraceWriter
 from pw.errors import ConfigError
 from pw.memory.arena import Arena
-from pw.memory.budget import MemoryPlan, plan_memory
+from pw.memory.budget import Demand, MemoryPlan, plan_memory
 from pw.memory.host_store import HostPlaneStore
 from pw.memory.kv_cache import KvCache
 from pw.memory.mover import Mover
@@ -52,6 +52,18 @@ class Parts:
     trace: TraceWriter
 
 
+@dataclass(frozen=True)
+class _Weights:
+    """The experts and who moves them. Names as in `Parts`."""
+
+    experts: RoutedExperts
+    precision: Precision
+    table: WeightPageTable | None = None
+    store: HostPlaneStore | None = None
+    mover: Mover | None = None
+    quality: Quality | None = None
+
+
 def build_parts(path: Path, config: EngineConfig) -> Parts:
     """Load an artifact and divide the memory budget. See `Engine.from_artifact`."""
     replayed = config.policy.path if config.policy.kind == "replay" else None
@@ -60,8 +72,9 @@ def build_parts(path: Path, config: EngineConfig) -> Parts:
     device = _device(config)
     budget = budget_of(config, device)
     loaded = load(path, config, device)
-    source, skeleton, dense = loaded.source, loaded.skeleton, loaded.dense
-    demand = demand_of(source, skeleton, config, dense)
+    source, skeleton = loaded.source, loaded.skeleton
+    tokenizer = load_tokenizer(path)
+    demand = demand_of(source, skeleton, config, loaded.dense)
     memory = plan_memory(budget, demand)
     arena = Arena(memory.num_pages, memory.page_bytes, device)
     pool = PagePool(memory.num_pages)
@@ -77,40 +90,20 @@ def build_parts(path: Path, config: EngineConfig) -> Parts:
         prefix_rule=config.prefix_cache_precision if config.enable_prefix_caching else None,
     )
     trace = TraceWriter(config.trace)
-    table = store = mover = quality = None
-    precision: Precision = FixedPrecision()
-    experts: RoutedExperts
-    if dense is not None:
-        experts = DenseExperts(dense, skeleton.activations, skeleton.biases)
-    else:
-        store = HostPlaneStore(
-            source,
-            memory.layouts,
-            config.offload_cpu_memory,
-            pin=device.type == "cuda",
-            alike=config.load_format == "dummy",
-        )
-        table = WeightPageTable(source.geometry, memory.layouts, arena, pool, store)
-        mover = Mover(arena, store)
-        counter = None
-        if config.policy.kind in ("adaptive", "replay"):
-            counter = RoutingCounter(source.geometry, device)
-            quality = make_quality(source, table, config.planner, counter, device)
-        precision = start_precision(
-            source, config, demand, memory, table, mover, pool, quality, trace
-        )
-        experts = PagedExperts(
-            table, arena, skeleton.activations, skeleton.biases, source.lut_dtype, counter
-        )
+    try:
+        weights = _load_weights(loaded, config, demand, memory, arena, pool, trace)
+    except BaseException:
+        trace.close()
+        raise
+    table = weights.table
     scheduler = Scheduler(
         kv,
         pool,
-        precision,
+        weights.precision,
         config.max_num_seqs,
         config.max_num_batched_tokens,
         (lambda: UNQUANTIZED) if table is None else table.tag,
     )
-    tokenizer = load_tokenizer(path)
     return Parts(
         model_name=source.model_name,
         artifact_hash=source.artifact_hash,
@@ -122,14 +115,48 @@ def build_parts(path: Path, config: EngineConfig) -> Parts:
         pool=pool,
         kv=kv,
         table=table,
-        store=store,
-        mover=mover,
-        quality=quality,
-        precision=precision,
+        store=weights.store,
+        mover=weights.mover,
+        quality=weights.quality,
+        precision=weights.precision,
         scheduler=scheduler,
-        runner=ModelRunner(skeleton, experts, kv, tokenizer.vocab_size),
+        runner=ModelRunner(skeleton, weights.experts, kv, tokenizer.vocab_size),
         trace=trace,
     )
+
+
+def _load_weights(
+    loaded: Loaded,
+    config: EngineConfig,
+    demand: Demand,
+    memory: MemoryPlan,
+    arena: Arena,
+    pool: PagePool,
+    trace: TraceWriter,
+) -> _Weights:
+    """Bring the experts in, unquantized or at their first widths."""
+    source, skeleton, device = loaded.source, loaded.skeleton, arena.pages.device
+    if loaded.dense is not None:
+        experts = DenseExperts(loaded.dense, skeleton.activations, skeleton.biases)
+        return _Weights(experts, FixedPrecision())
+    store = HostPlaneStore(
+        source,
+        memory.layouts,
+        config.offload_cpu_memory,
+        pin=device.type == "cuda",
+        alike=config.load_format == "dummy",
+    )
+    table = WeightPageTable(source.geometry, memory.layouts, arena, pool, store)
+    mover = Mover(arena, store)
+    counter = quality = None
+    if config.policy.kind in ("adaptive", "replay"):
+        counter = RoutingCounter(source.geometry, device)
+        quality = make_quality(source, table, config.planner, counter, device)
+    precision = start_precision(source, config, demand, memory, table, mover, pool, quality, trace)
+    paged = PagedExperts(
+        table, arena, skeleton.activations, skeleton.biases, source.lut_dtype, counter
+    )
+    return _Weights(paged, precision, table, store, mover, quality)
 
 
 def _device(config: EngineConfig) -> torch.device:
