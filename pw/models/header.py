@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -34,6 +35,7 @@ DTYPES = {
 }
 INCOMPLETE = "fetch the checkpoint again: it is incomplete"
 _MAX_HEADER = 100_000_000  # bytes; the limit of the safetensors format
+_DTYPE = re.compile(r"BOOL|[A-Z]{1,2}([1-9][0-9]{0,2})(?:_[A-Z0-9]{1,8})?")  # its bits
 _MAX_AXES = 64
 _MAX_NAME = 4096  # characters
 _FIELDS = {"dtype", "shape", "data_offsets"}
@@ -132,15 +134,13 @@ def _entry(name: str, item: Any, file: Path, base: int) -> TensorEntry:
 
 
 def _check_size(name: str, entry: TensorEntry) -> None:
-    """Refuse a header whose byte range contradicts dtype and shape.
-
-    Dtypes that torch has no type for here (float8, float4) are only known not to fit once they
-    are read.
-    """
-    dtype, size = DTYPES.get(entry.dtype), entry.stop - entry.start
-    if size < 0 or (dtype is not None and size != dtype.itemsize * math.prod(entry.shape)):
+    """Refuse a header whose byte range contradicts dtype and shape, or has another dtype's name."""
+    named = _DTYPE.fullmatch(entry.dtype)
+    bits = int(named[1] or 8) if named else 0
+    size = entry.stop - entry.start
+    if bits == 0 or size < 0 or 8 * size != bits * math.prod(entry.shape):
         raise ModelError(
-            f"header of `{entry.file.name}` contradicts itself at `{name}`: {entry.dtype} "
+            f"header of `{entry.file.name}` contradicts itself at `{name}`: {entry.dtype[:16]!a} "
             f"{list(entry.shape)} in {size} bytes",
             INCOMPLETE,
         )
