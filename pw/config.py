@@ -113,10 +113,11 @@ class PlannerConfig:
     hot_expert_floor: int | None = None  # bits; None = min_bits + 1
     layer_floor: float = 0.0  # least mean bits of a layer; 0 = min_bits
     residual_clamp: float = 1.0  # |log eta| at most
-    low_watermark: float = 0.05  # fraction of arena pages free below which planes are given up
-    high_watermark: float = 0.20  # ... above which planes come back
+    low_watermark: float = 0.01  # fraction of arena pages free below which planes are given up
+    high_watermark: float = 0.10  # ... above which planes come back
     idle_grace_seconds: float = 0.5  # an engine idle for less keeps what the next request needs
     dwell_steps: int = 16  # least steps between a reduction and the next reload
+    settle_steps: int = 64  # pages free at so many steps in a row are not needed; 0 = never judged
     transfer_budget_bytes: int = 1 << 28  # bytes reloaded per second at most
     rebalance_steps: int = 256  # steps between trades of planes at constant bytes; 0 = never
     forecast_steps: int = 32  # steps of decoding whose KV pages count as needed

@@ -12,7 +12,9 @@ Eq. 7 alone is memoryless, so a load that swings around T makes bits flap (ALGOR
 Hence reloads
 
 - start only above the higher watermark, and stop there: a reload that is carried out in full never
-  causes a release by itself. An idle engine has no demand to keep pages for and fills to T + 1;
+  causes a release by itself. An idle engine has no demand to keep pages for and fills to T + 1.
+  Neither has a load that is settled: pages that stayed free at every step of at least
+  `settle_steps` (more after flaps) are not needed, so planes take them back;
 - wait `dwell_steps` after a release. A release within 8 such times of a reload is a flap: that
   reload was not worth its copy. Each flap doubles the wait, up to those 8 times, and 32 of them
   without a flap reset it;
@@ -68,6 +70,7 @@ class PressurePolicy:
         self._tokens = self._capacity  # bytes
         self._seconds: float | None = None
         self._idle_since: float | None = None
+        self._settling = _Settling()
 
     def decide(
         self,
@@ -105,7 +108,7 @@ class PressurePolicy:
             return Decision(release_pages=low + 1 - projected, reason=reason)
         if bits_below_max <= 0:
             return Decision(reason="at_max")
-        wanted = projected - (low + 1 if idle else high)
+        reason, wanted = self._wanted(projected, low, high, idle)
         if wanted <= 0:
             return Decision(reason="steady")
         if in_grace:
@@ -114,7 +117,17 @@ class PressurePolicy:
             return Decision(reason="moving")
         if now_step < self._reload_from:
             return Decision(reason="dwell")
-        return self._reload(now_step, wanted, "idle" if idle else "headroom")
+        return self._reload(now_step, wanted, reason)
+
+    def _wanted(self, projected: int, low: int, high: int, idle: bool) -> tuple[str, int]:
+        """Pages that planes may take back, and why."""
+        if idle:
+            return "idle", projected - (low + 1)
+        flapping = self._dwell / max(1, self.config.dwell_steps)
+        least = self._settling.least(projected, self.config.settle_steps * flapping)
+        if least - (low + 1) > projected - high:
+            return "settled", int(least) - (low + 1)
+        return "headroom", projected - high
 
     def note_release(self, now_step: int) -> None:
         """Count a release, also one that the engine made itself after a failed allocation. Calls
@@ -131,12 +144,14 @@ class PressurePolicy:
         elif self._last_flap is not None and now_step - self._last_flap > 4 * longest:
             self._dwell, self._last_flap = self.config.dwell_steps, None
         self._last_release, self._last_reload = now_step, None
+        self._settling = _Settling()
         self._reload_from = now_step + self._dwell
 
     def reload_refused(self, now_step: int, decision: Decision) -> None:
         """Take back a reload for which the planner found no move: no block's next plane fits."""
         self.reloads -= 1
         self._tokens += decision.reload_pages * self.page_bytes
+        self._settling.taken(-decision.reload_pages)
         self._reload_from = now_step + self._dwell
 
     def _in_grace(self, now_seconds: float, idle: bool) -> bool:
@@ -163,4 +178,28 @@ class PressurePolicy:
         self._tokens -= pages * self.page_bytes
         self._last_reload = now_step
         self.reloads += 1
+        self._settling.taken(pages)
         return Decision(reload_pages=pages, reason=reason)
+
+
+class _Settling:
+    """The fewest pages that were left in the last one to two spans of steps; none are sure (-inf)
+    before the first span is over.
+    """
+
+    def __init__(self) -> None:
+        self._steps = 0
+        self._before, self._now = -math.inf, math.inf
+
+    def least(self, pages: int, span: float) -> float:
+        """Take in the pages left at a step; a span of 0 steps is never over."""
+        if self._steps >= span > 0:
+            self._steps, self._before, self._now = 0, self._now, math.inf
+        self._steps += 1
+        self._now = min(self._now, pages)
+        return min(self._before, self._now)
+
+    def taken(self, pages: int) -> None:
+        """Count pages that planes take from now on."""
+        self._before -= pages
+        self._now -= pages

@@ -9,10 +9,11 @@ from pw.planning.pressure import LONGEST_DWELL, Decision, PressurePolicy
 
 TOTAL = 1000  # pages; low watermark 50, high 200
 PAGE = 1 << 16
+DIALS = {"idle_grace_seconds": 0.0, "low_watermark": 0.05, "high_watermark": 0.20}
 
 
 def policy(**dials):
-    return PressurePolicy(PlannerConfig(**({"idle_grace_seconds": 0.0} | dials)), PAGE)
+    return PressurePolicy(PlannerConfig(**(DIALS | dials)), PAGE)
 
 
 def decide(judge, free, step=1000, forecast=0, below=1, moving=False, seconds=None, idle=False):
@@ -64,6 +65,54 @@ def test_an_idle_engine_fills_to_just_above_the_low_watermark():
     assert decide(policy(), 100, idle=True) == Decision(reload_pages=49, reason="idle")
     assert decide(policy(), 51, idle=True) == Decision(reason="steady")
     assert decide(policy(), 30, idle=True) == Decision(reason="steady")
+
+
+def test_pages_that_a_settled_load_never_needs_go_back_to_planes():
+    judge = policy(settle_steps=10, dwell_steps=1)
+    frees = [120, 90, 110] * 10  # the load swings by 30 pages
+    found = [decide(judge, free, step=1000 + i) for i, free in enumerate(frees)]
+    assert [d.reason for d in found[:10]] == ["steady"] * 10
+    assert found[10] == Decision(reload_pages=90 - 51, reason="settled")
+
+
+def test_what_a_settled_load_has_given_is_not_given_twice():
+    judge = policy(settle_steps=10, dwell_steps=1)
+    given = 0
+    for step in range(100):
+        decision = decide(judge, [120, 90, 110][step % 3] - given, step=step)
+        given += decision.reload_pages
+    assert given == 90 - 51
+    assert judge.flaps == judge.releases == 0
+
+
+def test_a_release_begins_the_judging_anew():
+    judge = policy(settle_steps=10, dwell_steps=1)
+    for step in range(8):
+        decide(judge, 120, step=step)
+    assert decide(judge, 40, step=8).release_pages == 11
+    reasons = [decide(judge, 120, step=step).reason for step in range(9, 25)]
+    assert reasons[:10] == ["steady"] * 10
+    assert reasons[10] == "settled"
+
+
+def test_flaps_lengthen_the_judging():
+    judge = policy(settle_steps=4, dwell_steps=4)
+    decide(judge, 300, step=0)
+    decide(judge, 10, step=1)  # a flap: the dwell doubles
+    reasons = [decide(judge, 120, step=step).reason for step in range(20, 30)]
+    assert reasons.index("settled") == 8
+
+
+def test_idle_turns_judge_nothing():
+    judge = policy(settle_steps=4)
+    for step in range(20):
+        decide(judge, 52, step=step, idle=True)
+    assert decide(judge, 120, step=20).reason == "steady"
+
+
+def test_settling_can_be_switched_off():
+    judge = policy(settle_steps=0)
+    assert {decide(judge, 120, step=step).reason for step in range(300)} == {"steady"}
 
 
 def test_full_width_and_raises_under_way_are_left_alone():
