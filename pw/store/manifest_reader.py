@@ -123,8 +123,9 @@ class _Reader:
         names = tuple(f.name for f in dataclasses.fields(Manifest))
         values = dict(zip(names, self.fields(body, names, "manifest"), strict=True))
         if values["layout"] != LAYOUT:
+            found = "".join(filter(str.isprintable, str(values["layout"])[:40]))
             raise StoreError(
-                f"artifact has another plane layout: `{self._path}`: `{values['layout']}`, "
+                f"artifact has another plane layout: `{self._path}`: `{found}`, "
                 f"this program reads `{LAYOUT}`",
                 "quantize the model again",
             )
