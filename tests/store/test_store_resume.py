@@ -8,15 +8,17 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import pw
-from pw.blocks import MODULES
+from pw.blocks import MODULES, BlockKey
 from pw.errors import StaleStageError, StoreError
 from pw.store import Artifact, ModelRecord
+from pw_kernels.bitplane import pack_planes, plane_bytes
 from support import store_crash
-from support.store import MODEL, SETTINGS, Sample, tree_hash
+from support.store import MAX_BITS, MODEL, SETTINGS, Sample, tree_hash
 
 
 def test_killed_at_any_moment_it_resumes_to_the_same_bytes(built: Artifact, tmp_path: Path) -> None:
@@ -204,3 +206,28 @@ def test_damaged_work_is_done_again(sample: Sample, tmp_path: Path, built: Artif
         sample.open(path)
     assert "--overwrite" in refusal.value.hint
     assert tree_hash(sample.build(path, overwrite=True).path) == tree_hash(built.path)
+
+
+def test_a_reader_of_a_replaced_artifact_never_gets_bytes_of_the_new_one(
+    sample: Sample, copy: Path
+) -> None:
+    """[F12] What a server holds in memory stays; what it reads later is the old or is refused."""
+    old, key = Artifact.open(copy), BlockKey(1, 0, "gate_up")
+    size = plane_bytes(40, 130)
+    before, now = np.empty(size, np.uint8), np.empty(size, np.uint8)
+    old.read_planes(key, 0, 1, before)
+    changed = {**SETTINGS, "min_bits": 3}
+    with sample.open(copy, overwrite=True, settings=changed) as writer:
+        old.read_planes(key, 0, 1, now)  # the old generation, until the new one is whole
+        assert (now == before).all()
+        for layer, module in sample.codes:
+            writer.write_blocks(
+                layer,
+                module,
+                pack_planes(sample.codes[layer, module] ^ 15, MAX_BITS),
+                sample.luts[layer, module],
+            )
+        writer.write_dense(sample.dense)
+        writer.publish()
+    with pytest.raises(StoreError, match=r"damaged plane: .*layer 1 expert 0 gate_up plane 0"):
+        old.read_planes(key, 0, 1, now)
