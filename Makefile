@@ -9,7 +9,8 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install check test reliability test-gpu bench demo report run quality sizes clean
+.PHONY: help install check test reliability soak fuzz test-clients test-gpu bench demo report run \
+	quality sizes clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
@@ -34,6 +35,22 @@ test: $(STAMP)  ## All tests that need no GPU
 
 reliability: $(STAMP)  ## The counts of docs/reliability.md: minutes each
 	$(BIN)/python -m pytest -q -m figures --timeout 3600
+
+MINUTES ?= 20
+soak: $(STAMP)  ## 64 users with disconnects and nonsense, overload, resets: make soak MINUTES=20
+	mkdir -p artifacts
+	PYTHONPATH=tests $(BIN)/python -m tests.soak --minutes $(MINUTES) --output artifacts/soak.json
+
+RUNS ?= 100000
+URL  ?=  # of a server that schemathesis may try, too
+fuzz: pyproject.toml constraints.txt  ## Coverage-guided on files; with URL=, schemathesis on a server
+	test -x $(VENV)-fuzz/bin/python || $(PYTHON) -m venv $(VENV)-fuzz
+	$(VENV)-fuzz/bin/python -m pip install --quiet --disable-pip-version-check \
+		-c constraints.txt -e '.[fuzz]'
+	for kind in header index manifest; do PYTHONPATH=.:tests $(VENV)-fuzz/bin/python \
+		tests/fuzz/coverage_guided.py $$kind artifacts/fuzz/$$kind -runs=$(RUNS) || exit 1; done
+	$(if $(strip $(URL)),$(VENV)-fuzz/bin/schemathesis run $(strip $(URL))/openapi.json \
+		--checks not_a_server_error --continue-on-failure --max-examples 900)
 
 test-gpu: $(STAMP)  ## The tests that need a GPU
 	$(BIN)/python -m pytest -q -m gpu

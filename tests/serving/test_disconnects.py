@@ -122,17 +122,17 @@ def test_clients_that_leave_the_queue(served: Served, count: int) -> None:
     settle(served)
 
 
-@pytest.mark.parametrize(
-    ("rate", "seconds"), [(100, 2), pytest.param(500, 60, marks=pytest.mark.figures)]
-)
-def test_a_storm_of_resets(served: Served, rate: int, seconds: float) -> None:
-    """Connections that say nothing, half a head, a body cut short, or a whole request, and RST."""
-    url = httpx.URL(served.url)
+def test_a_storm_of_resets(served: Served) -> None:
+    """Connections that say nothing, half a head, a body cut short, or a whole request, and RST.
+
+    At full rate, from a process of its own: `make soak`.
+    """
+    rate, seconds, url = 100, 2.0, httpx.URL(served.url)
     whole = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
     body = json.dumps({"prompt": [5, 6, 7], "max_tokens": 50, "stream": True}).encode()
     request = whole + f"content-length: {len(body)}\r\n\r\n".encode() + body
     chance, begin = random.Random(1), time.monotonic()
-    sent = slowest = 0.0
+    sent = 0
     while (now := time.monotonic()) < begin + seconds:
         if sent >= (now - begin) * rate:
             time.sleep(0.001)
@@ -141,11 +141,8 @@ def test_a_storm_of_resets(served: Served, rate: int, seconds: float) -> None:
             client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
             client.sendall(request[: chance.choice([0, 20, len(whole) + 30, len(request)])])
         sent += 1
-        if int(sent) % rate == 0:  # once a second somebody wants to know
-            asked = time.monotonic()
+        if sent % rate == 0:  # somebody wants to know
             assert served.http.get("/health/ready").status_code == 200
-            slowest = max(slowest, time.monotonic() - asked)
-    print({"sent": int(sent), "per second": round(sent / seconds), "slowest health": slowest})
     assert sent >= rate * seconds / 4  # as fast as this machine can
     settle(served)
     assert served.openai.completions.create(model="fake", prompt="a", max_tokens=2).choices

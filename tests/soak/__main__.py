@@ -1,8 +1,8 @@
 """Soak of the bundled model: `make soak`, `python -m tests.soak --minutes 20`.
 
 `pw serve tiny` runs in a budget that its load does not fit; 64 users with disconnects and nonsense
-among them; then ten times the rate that it can answer. Prints JSON, exit code 1 if a promise of
-docs/reliability.md was not kept.
+among them; then ten times the rate that it can answer; then 500 connections a second that are
+reset. Prints JSON, exit code 1 if a promise of docs/reliability.md was not kept.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import httpx
 
 from pw.evaluation.demo.process import serving
 from tests.soak.overload import Sender
+from tests.soak.storm import storm
 from tests.soak.users import Mix, Users
 from tests.soak.watching import Processes, Rest, Watch, rest
 
@@ -50,7 +51,7 @@ async def soak(client: httpx.AsyncClient, minutes: float, warm_up: float) -> dic
     processes = Processes.of_this_child()
     await Users(client, Mix(seed=1), VOCABULARY).run(warm_up)
     before = await rest(client, processes)
-    watch, began = Watch(client), time.monotonic()
+    watch, began = Watch(client, processes), time.monotonic()
     watching = asyncio.create_task(watch.run())
     outcomes = await Users(client, Mix(seed=2), VOCABULARY).run(60 * minutes)
     seconds = time.monotonic() - began
@@ -63,6 +64,7 @@ async def soak(client: httpx.AsyncClient, minutes: float, warm_up: float) -> dic
         "examples": outcomes.examples,
         "slowest_answer_s": round(outcomes.slowest, 2),
         "seen": watch.figures(),
+        "rss_mib_each_minute": watch.rss_mib,
         **_differences(before, after),
     }
     promises = {
@@ -103,7 +105,7 @@ async def overload(client: httpx.AsyncClient, seconds: float) -> dict[str, Any]:
     sender = Sender(client, VOCABULARY)
     await sender.peak(SEQUENCES, seconds / 20)
     peak = await sender.peak(2 * SEQUENCES, seconds / 3)
-    watch = Watch(client)
+    watch = Watch(client, Processes.of_this_child())
     watching = asyncio.create_task(watch.run())
     flood = await sender.flood(10 * peak.per_second, seconds, seconds / 6)
     watch.stop()
@@ -130,13 +132,23 @@ async def overload(client: httpx.AsyncClient, seconds: float) -> dict[str, Any]:
     return figures | {"not_kept": [promise for promise, kept in promises.items() if not kept]}
 
 
-async def both(url: str, minutes: float, warm_up: float, seconds: float) -> dict[str, Any]:
-    """The soak, then the overload, of one server."""
+async def everything(url: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Soak, overload and storm of one server, which must be as before at the end."""
     async with httpx.AsyncClient(base_url=url, limits=KEPT_CONNECTIONS, timeout=30) as client:
-        return {
-            "soak": await soak(client, minutes, warm_up),
-            "overload": await overload(client, seconds),
+        figures = {
+            "soak": await soak(client, arguments.minutes, arguments.warm_up),
+            "overload": await overload(client, arguments.overload),
+            "storm": await storm(client, 500, arguments.storm),
         }
+        processes = Processes.of_this_child()
+        last = await rest(client, processes)
+        figures["end"] = {
+            "pages_kv": last.status["pages_kv"],
+            "mean_bits": last.status["mean_bits"],
+            "bytes_over_budget": last.status["bytes_over_budget"],
+            "rss_mib": [round(size / 2**20, 1) for size in last.rss],
+        }
+        return figures
 
 
 def main() -> int:
@@ -145,21 +157,20 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=20.0, help="of the mixed load")
     parser.add_argument("--warm-up", type=float, default=60.0, help="seconds of it before")
     parser.add_argument("--overload", type=float, default=60.0, help="seconds of the flood")
+    parser.add_argument("--storm", type=float, default=60.0, help="seconds of resets")
     parser.add_argument("--output", type=Path, help="file for the figures")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder, "server.log")
         with serving(SERVE, log) as url:
-            figures = asyncio.run(
-                both(url, arguments.minutes, arguments.warm_up, arguments.overload)
-            )
+            figures = asyncio.run(everything(url, arguments))
         lines = log.read_text().splitlines()
         figures["tracebacks"] = sum(line.startswith("Traceback") for line in lines)
     text = json.dumps({"command": ["pw", "serve", *SERVE], **figures}, indent=2)
     print(text)
     if arguments.output:
         arguments.output.write_text(text + "\n", encoding="utf-8")
-    broken = figures["soak"]["not_kept"] + figures["overload"]["not_kept"]
+    broken = [p for part in ("soak", "overload", "storm") for p in figures[part]["not_kept"]]
     return 1 if broken or figures["tracebacks"] else 0
 
 

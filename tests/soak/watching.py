@@ -60,6 +60,7 @@ class Watch:
     """Reads the server's status once a second until stopped."""
 
     client: httpx.AsyncClient
+    processes: Processes
     least_bits: float = 16.0
     most_kv: int = 0  # pages
     most_running: int = 0
@@ -68,11 +69,14 @@ class Watch:
     not_ready: int = 0  # answers of /health/ready other than 200
     slowest_health: float = 0.0  # seconds
     looks: int = 0
+    rss_mib: list[list[float]] = field(default_factory=list)  # each minute: server, engine
     _stopped: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def run(self) -> None:
         """Look until `stop`."""
         while not self._stopped.is_set():
+            if self.looks % 60 == 0:
+                self.rss_mib.append([round(size / 2**20, 1) for size in self.processes.rss()])
             status = await read_status(self.client)
             self.looks += 1
             self.least_bits = min(self.least_bits, status["mean_bits"])
