@@ -15,7 +15,7 @@ from pw.store.planes import crc
 from pw_kernels.bitplane import lut_bytes, plane_bytes
 from support.store import GEOMETRY, MAX_BITS, files_of, write_routing
 
-POSITIONS = 2  # random bits flipped in each file
+MANY = pytest.mark.figures
 
 
 def flip(path: Path, position: int, bit: int) -> None:
@@ -49,11 +49,13 @@ def test_intact_artifact_has_no_findings(built: Artifact) -> None:
     assert verify(built.path, payload=False) == []
 
 
-def test_every_flipped_bit_is_found_and_named(copy: Path) -> None:
-    chance = random.Random(0)
+@pytest.mark.parametrize("count", [2, pytest.param(30, marks=MANY)])
+def test_every_flipped_bit_is_found_and_named(copy: Path, count: int) -> None:
+    """`count` random bits of each file, and one of its first and last bytes."""
+    chance, flipped = random.Random(0), 0
     for name, path in files_of(copy).items():
         size = path.stat().st_size
-        positions = {0, size - 1, *(chance.randrange(size) for _ in range(POSITIONS))}
+        positions = {0, size - 1, *(chance.randrange(size) for _ in range(count))}
         for position in positions:
             bit = chance.randrange(8)
             flip(path, position, bit)
@@ -62,7 +64,9 @@ def test_every_flipped_bit_is_found_and_named(copy: Path) -> None:
             assert [f.file for f in findings] == [name], (name, position, findings)
             found = findings[0]
             assert (found.block, found.plane, found.bits) == place(name, position)
+            flipped += 1
     assert verify(copy) == []
+    assert flipped >= 20 * count
 
 
 def test_finding_reads_as_one_line() -> None:
@@ -74,7 +78,12 @@ def test_finding_reads_as_one_line() -> None:
     assert "layer 1 expert 0 down LUT of 2 bits" in str(lut)
 
 
-@pytest.mark.parametrize("keep", [0, 0.3, 0.9, -1])
+CUTS = [0, 0.3, 0.9, -1]
+
+
+@pytest.mark.parametrize(
+    "keep", [*CUTS, *(pytest.param(n / 20, marks=MANY) for n in range(1, 20) if n not in (6, 18))]
+)
 def test_truncated_files_are_found_and_refused(copy: Path, keep: float) -> None:
     for name, path in files_of(copy).items():
         data = path.read_bytes()
