@@ -1,9 +1,8 @@
 """Does predicted damage rank blocks as the model does? Measured divergence of single blocks.
 
-Each block of every second expert goes alone from unquantized to 2 and 3 bits, and from 4 bits to 2
-with all others at 4; the divergence from the unquantized model is measured on prose, code and
-key-value prompts. Scores come from the mixed calibration text; routing and residuals from the text
-at hand.
+Each block of every second expert goes alone from unquantized to 2 or 3 bits; the divergence from
+the unquantized model is measured on prose and on key-value prompts. Scores come from the mixed
+calibration text; routing and residuals from the text at hand.
 """
 
 from __future__ import annotations
@@ -30,37 +29,33 @@ from pw.planning.residual import merge
 
 _WINDOWS, _LENGTH = 3, 1024
 _RARE = 1e-3  # share below which a ratio of shares means little
-KINDS = ("prose", "code", "key-value")
-MOVES = ((0, 2), (0, 3), (4, 2))  # from (all other blocks stay there), to; 0 = unquantized
+# Text, width from which a block goes (all others stay there; 0 = unquantized), width to which.
+CASES = (("prose", 0, 2), ("prose", 0, 3), ("key-value", 0, 2))
 
 
 def run(room: Room) -> dict[str, Any]:
     """Measure all blocks, or read what was measured; correlate."""
     measured, chosen = _measured(room), sample(room)
+    prober = Prober(room.model, room.model.artifact, PlannerConfig().residual_clamp)
     rows = []
-    for kind in KINDS:
+    for kind, before, after in CASES:
         windows = group_windows(room, kind, _WINDOWS, _LENGTH)
-        prober = Prober(room.model, room.model.artifact, PlannerConfig().residual_clamp)
         prompts = [prober.read(window.ids) for window in windows]
-        for before, after in MOVES:
-            name = f"{kind} {before}->{after}"
-            if name not in measured:
-                continue
-            found = np.array(measured[name])
-            for predictor, every in predictions(room, prompts, before, after):
-                values = every[chosen]
-                rank, line = spearmanr(values, found), pearsonr(values, found)
-                rows.append(
-                    {
-                        "text": kind,
-                        "move": f"{before or 16}->{after}",
-                        "predictor": predictor,
-                        "spearman": round(float(rank.statistic), 4),
-                        "pearson": round(float(line.statistic), 4),
-                        "predicted_sum": float(values.sum()),
-                        "measured_sum": float(found.sum()),
-                    }
-                )
+        found = np.array(measured[_name(kind, before, after)])
+        for predictor, every in predictions(room, prompts, before, after):
+            values = every[chosen]
+            rank, line = spearmanr(values, found), pearsonr(values, found)
+            rows.append(
+                {
+                    "text": kind,
+                    "move": f"{before or 16}->{after}",
+                    "predictor": predictor,
+                    "spearman": round(float(rank.statistic), 4),
+                    "pearson": round(float(line.statistic), 4),
+                    "predicted_sum": float(values.sum()),
+                    "measured_sum": float(found.sum()),
+                }
+            )
     return {"rows": rows, "blocks": len(chosen), "tokens": _WINDOWS * _LENGTH}
 
 
@@ -127,17 +122,20 @@ def _measured(room: Room) -> dict[str, list[float]]:
     found: dict[str, list[float]] = {}
     if kept is not None and kept.exists():
         found = json.loads(kept.read_text())
-    for kind in KINDS:
-        for before, after in MOVES:
-            name = f"{kind} {before}->{after}"
-            if name in found or (before and kind != "prose") or (after == 3 and kind != "prose"):
-                continue
-            lab = Lab(room.model, group_windows(room, kind, _WINDOWS, _LENGTH))
-            base = room.model.uniform(before)
-            found[name] = single_moves(lab, base, after, sample(room)).tolist()
-            if kept is not None:
-                kept.write_text(json.dumps(found) + "\n")
+    for kind, before, after in CASES:
+        name = _name(kind, before, after)
+        if name in found:
+            continue
+        lab = Lab(room.model, group_windows(room, kind, _WINDOWS, _LENGTH))
+        base = room.model.uniform(before)
+        found[name] = single_moves(lab, base, after, sample(room)).tolist()
+        if kept is not None:
+            kept.write_text(json.dumps(found) + "\n")
     return found
+
+
+def _name(kind: str, before: int, after: int) -> str:
+    return f"{kind} {before}->{after}"
 
 
 @torch.no_grad()
