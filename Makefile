@@ -30,8 +30,9 @@ check: $(STAMP)  ## Lint, format, types, import directions
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -q tests/repo
 
-test: $(STAMP)  ## All tests that need no GPU
-	$(BIN)/python -m pytest -q
+WORKERS ?= auto
+test: $(STAMP)  ## All tests that need no GPU, a process for each core: make test WORKERS=1
+	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --durations 25
 
 reliability: $(STAMP)  ## The counts of docs/reliability.md: minutes each
 	$(BIN)/python -m pytest -q -m figures --timeout 3600
