@@ -25,7 +25,6 @@ from pw.models.testing import make_checkpoint
 from pw.store.artifact import Artifact
 from pw.store.planes import LUTS, PLANES
 from pw_pipelines import dry_run, quantize
-from pw_pipelines.codebook import fit_codebook
 from pw_pipelines.moments import Coverage, Moments, measure_moments
 from pw_pipelines.observation import ObservedModel
 from support.engines import open_engine, random_prompt
@@ -76,14 +75,11 @@ def test_h01_experts_without_a_calibration_token_fall_back_and_serve(tmp_path: P
     assert np.isfinite(moments.gate_up).all()
     assert artifact.manifest.stages["quantize"].report["coverage"]["dead"] == found.sum()
     blocks, checkpoint = DequantizedBlocks(artifact, CPU), Checkpoint.open(tmp_path / "model")
-    for key in (BlockKey(0, 3, "gate_up"), BlockKey(1, 59, "down")):
-        weight = checkpoint.expert_weight(key)
-        plain = fit_codebook(weight, torch.ones(1, weight.shape[1]), 2, 3, artifact.lut_dtype)
-        error, least = (
-            (found.float() - weight.float()).square().sum()
-            for found in (blocks.weight(key, 3), plain.dequantize(3))
-        )
-        assert error < 1.5 * least
+    # Fitted under the layer's moments (gate_up), or as if all columns counted the same (down).
+    for key, share in ((BlockKey(0, 3, "gate_up"), 0.2), (BlockKey(1, 59, "down"), 0.06)):
+        weight = checkpoint.expert_weight(key).float()
+        error = (blocks.weight(key, 3) - weight).square().sum()
+        assert error < share * weight.square().sum()
     engine = open_engine(artifact.path, "static:3")
     assert torch.isfinite(engine_logprobs(engine)).all()
 
