@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
@@ -11,6 +12,7 @@ from starlette.middleware.cors import CORSMiddleware
 from pw import __version__
 from pw.serving.context import ServingConfig, ServingContext
 from pw.serving.control import control_router
+from pw.serving.document import describe
 from pw.serving.endpoints import generation_router
 from pw.serving.engine_protocol import AsyncEngineProtocol, TokenizerProtocol
 from pw.serving.errors import install_error_handlers
@@ -51,6 +53,7 @@ def create_app(
 
     app = FastAPI(title="PagedWeight", version=__version__, lifespan=lifespan)
     app.state.context = context
+    app.openapi = partial(describe, app)  # type: ignore[method-assign]
     retry_after = config.limits.retry_after_seconds
     install_error_handlers(app, retry_after=retry_after, on_refusal=context.metrics.rejected)
     app.include_router(generation_router(context))
