@@ -24,7 +24,7 @@ from pw.evaluation.lab.room import Room
 from pw.evaluation.lab.studies.groups import group_windows
 from pw.store.artifact import Artifact
 
-WINDOWS = 6  # of each kind of text; as many others calibrate the domain's own allocation
+WINDOWS = 4  # of each kind of text; as many others calibrate the domain's own allocation
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from pw.evaluation.lab.room import Room
 from pw.evaluation.lab.studies.common import Row, compared, interval, markdown, show
 from pw.store.artifact import Artifact
 
-LENGTHS = {"prose": 2048, "code": 2048, "key-value": 1024, "reasoning": 1024}
+LENGTHS = {"prose": 1024, "code": 1024, "key-value": 1024, "reasoning": 1024}
 BUDGETS = (2.5,)
 VARIANTS: dict[str, dict[str, Any]] = {
     "static": {"routing": False, "residual": "off"},
