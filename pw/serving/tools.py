@@ -20,6 +20,7 @@ class ToolSettings:
     syntax: Syntax | None = None
     auto: bool = True
     marks_are_special: bool = False  # tokens that are left out of answers unless asked for
+    rendered: bool = True  # the chat template has a place for tools
 
     @classmethod
     def of_model(
@@ -39,15 +40,18 @@ class ToolSettings:
             else SYNTAXES[name]
         )
         special = syntax is not None and tokenizer.is_special(syntax.begin)
-        return cls(syntax, auto, special)
+        return cls(syntax, auto, special, "tools" in template)
 
     def parser(self, request: ToolUse) -> MakeParser | None:
         """What makes the parser of one answer; None where no call can come.
 
+        A template that knows no tools refuses the conversation in the tokenizer's words, whatever
+        the choice: here that is no call.
+
         Raises:
             RequestError: The model may decide, but how it spells calls is not known.
         """
-        if not request.offered:
+        if not request.offered or not self.rendered:
             return None
         if (name := request.named) is not None:
             return lambda: NamedCall(name)

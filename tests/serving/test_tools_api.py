@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import openai
 import pytest
 
+import pw
 from pw.errors import ConfigError
+from pw.models.tokenizer import load_tokenizer
 from pw.serving.context import ServingConfig
 from pw.serving.tools import ToolSettings
 from tests.serving.conftest import serving
 from tests.serving.fakes import FakeEngine, WordTokenizer
 
+TINY = Path(pw.__file__).parent / "assets" / "moe-tiny"
 ASK = [{"role": "user", "content": "1 2"}]
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
 
@@ -231,6 +235,16 @@ def test_the_template_tells_the_syntax():
     assert ToolSettings.of_model(tokenizer, "mistral").syntax.begin == "[TOOL_CALLS]"
     with pytest.raises(ConfigError, match="hermes"):
         ServingConfig(("fake",), tool_call_parser="other")
+
+
+@pytest.mark.parametrize("choice", ["auto", "required"])
+def test_a_template_without_tools_refuses_whatever_the_choice(start, choice):
+    """The bundled model's: the tokenizer's own sentence, not one about parsers."""
+    with start(FakeEngine(), load_tokenizer(TINY)) as served:
+        served.context.grammars.check = accept_all
+        with pytest.raises(openai.BadRequestError, match="template knows no tools") as caught:
+            create(served, "x", tool_choice=choice)
+        assert caught.value.param == "tools"
 
 
 def test_marks_that_are_special_tokens_are_kept(start):
