@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from pw.blocks import MODULES
 from pw.evaluation.baselines.static import exact
 from pw.evaluation.lab.cache import CachedLab
 from pw.evaluation.lab.damage_scores import measure_scores
@@ -24,6 +25,7 @@ from pw.evaluation.lab.room import Room
 from pw.evaluation.lab.studies.groups import group_windows
 from pw.store.artifact import Artifact
 
+_RARE = 1e-3  # share of a layer's router weight below which a ratio of shares means little
 WINDOWS = 4  # of each kind of text; as many others calibrate the domain's own allocation
 
 
@@ -55,7 +57,7 @@ def online_bits(
     stream: Stream,
     budget_bytes: int,
     *,
-    routing: bool = True,
+    routing: str = "buckets",
     residual: str = "learned",
 ) -> list[Bits]:
     """Widths [n] for each window of a stream.
@@ -64,7 +66,8 @@ def online_bits(
         planner: Plans.
         stream: What arrives.
         budget_bytes: Of the routed experts.
-        routing: Whether the planner sees routing mass; else the offline trace stands.
+        routing: "buckets", the product's multipliers; "ratio", damage in proportion to mass over
+            the offline trace's; "off", the trace stands.
         residual: "learned", "exact" or "off".
     """
     stats, plans = planner.new_stats(), []
@@ -72,7 +75,10 @@ def online_bits(
         stats_now = copy(stats)  # updates replace its sums, they do not change them
         stats_now.update(prompt.mass, prompt.tokens)
         eta = {"learned": prompt.learned, "exact": prompt.exact, "off": None}[residual]
-        mass = stats_now.mass() if routing else None
+        mass = stats_now.mass() if routing == "buckets" else None
+        if routing == "ratio":
+            ratio = (stats_now.mass() + _RARE) / (planner.offline + _RARE)
+            eta = ratio[..., None] * (np.ones(len(MODULES)) if eta is None else eta)
         plans.append(planner.bits(budget_bytes, mass, eta))
         stats.update(whole.mass, whole.tokens)
     return plans

@@ -19,12 +19,13 @@ from pw.store.artifact import Artifact
 LENGTHS = {"prose": 1024, "code": 1024, "key-value": 1024, "reasoning": 1024}
 BUDGETS = (2.5,)
 VARIANTS: dict[str, dict[str, Any]] = {
-    "static": {"routing": False, "residual": "off"},
-    "routing": {"routing": True, "residual": "off"},
-    "learned residual": {"routing": False, "residual": "learned"},
-    "routing + learned residual": {"routing": True, "residual": "learned"},
-    "exact residual": {"routing": False, "residual": "exact"},
-    "routing + exact residual": {"routing": True, "residual": "exact"},
+    "static": {"routing": "off", "residual": "off"},
+    "routing (buckets)": {"routing": "buckets", "residual": "off"},
+    "routing (ratio)": {"routing": "ratio", "residual": "off"},
+    "learned residual": {"routing": "off", "residual": "learned"},
+    "routing (buckets) + learned residual": {"routing": "buckets", "residual": "learned"},
+    "routing (ratio) + learned residual": {"routing": "ratio", "residual": "learned"},
+    "routing (ratio) + exact residual": {"routing": "ratio", "residual": "exact"},
 }
 
 
