@@ -152,9 +152,14 @@ class ServingContext:
         return None if seconds is None else asyncio.get_running_loop().time() + seconds
 
     def generation(
-        self, request_id: str, sequences: list[SequenceSpec], deadline: float | None
+        self,
+        request_id: str,
+        sequences: list[SequenceSpec],
+        *,
+        deadline: float | None,
+        arrived: float,
     ) -> Generation:
-        """A generation that has not started."""
+        """A generation that has not started; see `Generation`."""
         return Generation(
             self.engine,
             self.metrics,
@@ -163,6 +168,7 @@ class ServingContext:
             sequences,
             limits=self.limits,
             deadline=deadline,
+            arrived=arrived,
         )
 
     def precision_headers(self) -> dict[str, str]:

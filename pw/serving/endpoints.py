@@ -103,7 +103,7 @@ async def _respond(
     context: ServingContext, request: Request, body: GenerationRequest, job: _Job
 ) -> Response:
     """Admit, encode, generate, answer. A stream keeps its place until it has ended."""
-    deadline = context.deadline()
+    deadline, arrived = context.deadline(), time.monotonic()
     context.check_healthy()
     request_id = f"{job.id_prefix}-{uuid.uuid4().hex}"
     head = Head(request_id, int(time.time()), body.model or context.model_name, context.fingerprint)
@@ -114,7 +114,7 @@ async def _respond(
         await context.log_prompts(request_id, prompts, job.params)
         sequences = choices_of(prompts, job.params, body.n)
         generation = await resources.enter_async_context(
-            context.generation(request_id, sequences, deadline)
+            context.generation(request_id, sequences, deadline=deadline, arrived=arrived)
         )
         answer = _Answer(
             generation,

@@ -71,6 +71,7 @@ class Generation:
         sequences: What to run.
         limits: How many outputs wait to be read before the engine must.
         deadline: When it fails with a timeout, on the event loop's clock; None: never.
+        arrived: When the request came, in monotonic seconds: its times count from there. None: now.
     """
 
     def __init__(
@@ -83,12 +84,15 @@ class Generation:
         *,
         limits: ServingLimits,
         deadline: float | None = None,
+        arrived: float | None = None,
     ) -> None:
         self._engine = engine
         self._open = open_generations
         self.request_id = request_id
         self._sequences = sequences
-        self._timers = [SequenceTimer(metrics, len(s.prompt.token_ids)) for s in sequences]
+        self._timers = [
+            SequenceTimer(metrics, len(each.prompt.token_ids), arrived) for each in sequences
+        ]
         self._outputs: asyncio.Queue[tuple[int, RequestOutput] | Exception] = asyncio.Queue(
             limits.buffered_outputs * len(sequences)
         )

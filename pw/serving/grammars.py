@@ -1,7 +1,8 @@
 """Grammars are tried in a process of their own before the engine sees them; see `grammar_worker`.
 
 A grammar that does not compile, or not in the time and memory it gets, is the request's error. The
-process starts with the first grammar, as the compiler brings torch.
+process starts in the background beside the server, as the compiler brings torch, which takes
+seconds to load; a grammar that comes earlier waits for it.
 """
 
 from __future__ import annotations
@@ -77,6 +78,26 @@ class GrammarChecker:
         self._process: Process | None = None
         self._starting = asyncio.Lock()
         self._reader: asyncio.Task[None] | None = None
+        self._warming: asyncio.Task[None] | None = None
+        self._closed = False
+
+    @property
+    def offered(self) -> bool:
+        """Whether grammars can be followed here at all."""
+        return self._folder is not None and importlib.util.find_spec("xgrammar") is not None
+
+    def start(self) -> None:
+        """Start the process in the background. Called in the event loop, which does not wait."""
+        if self.offered:
+            self._warming = asyncio.create_task(self._warm())
+
+    async def _warm(self) -> None:
+        try:
+            async with asyncio.timeout(START_SECONDS):
+                await self._running()
+        except (RequestError, TimeoutError):  # the first grammar tries again, and is told
+            if not self._closed:
+                logger.warning("the grammar compiler does not start")
 
     async def check(self, grammar: Grammar, param: str) -> None:
         """Return if the engine can take the grammar.
@@ -88,7 +109,7 @@ class GrammarChecker:
         Raises:
             RequestError: 400 with the compiler's words, 503 when the worker is busy or broken.
         """
-        if self._folder is None or importlib.util.find_spec("xgrammar") is None:
+        if not self.offered:
             raise RequestError(
                 "structured output is not available here",
                 code="unsupported_parameter",
@@ -104,6 +125,7 @@ class GrammarChecker:
 
     async def close(self) -> None:
         """End the process, and with it all trials."""
+        self._closed = True
         process, self._process = self._process, None
         if process is not None:
             if process.returncode is None:
@@ -111,7 +133,8 @@ class GrammarChecker:
             await process.wait()
         if self._reader is not None:
             await self._reader
-        await asyncio.gather(*self._trials.values(), return_exceptions=True)
+        waiting = [*self._trials.values(), *([self._warming] if self._warming else [])]
+        await asyncio.gather(*waiting, return_exceptions=True)
 
     def _trial(self, key: bytes, grammar: Grammar) -> asyncio.Task[str]:
         """The trial of a grammar, one for all who ask; it goes on when they leave."""
@@ -142,19 +165,27 @@ class GrammarChecker:
         return error
 
     async def _ask(self, grammar: Grammar) -> str:
-        async with self._starting:
-            if self._process is None or self._process.returncode is not None:
-                self._process = await self._start()
+        process = await self._running()
         self._jobs += 1
         job = {"id": self._jobs, "kind": grammar.kind, "text": grammar.text}
         answer: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._answers[self._jobs] = answer
-        assert self._process.stdin is not None
-        self._process.stdin.write(orjson.dumps(job) + b"\n")
-        await self._process.stdin.drain()
+        assert process.stdin is not None
+        process.stdin.write(orjson.dumps(job) + b"\n")
+        await process.stdin.drain()
         return await answer
 
-    async def _start(self) -> Process:
+    async def _running(self) -> Process:
+        """The process, started if there is none."""
+        async with self._starting:
+            if self._closed:
+                raise _unavailable("has ended")
+            if self._process is None or self._process.returncode is not None:
+                await self._start()
+            assert self._process is not None
+            return self._process
+
+    async def _start(self) -> None:
         assert self._folder is not None
         arguments = (str(self._folder), str(CPU_SECONDS), str(MEMORY_BYTES))
         # One thread: a process with more cannot fork safely.
@@ -166,13 +197,16 @@ class GrammarChecker:
             stdin=PIPE,
             stdout=PIPE,
             env=os.environ | alone | {"PYTHONPATH": path},
+            process_group=0,  # signals of a terminal are the server's
         )
+        self._process = process  # from here on `close` ends it
+        if self._closed:
+            process.kill()
         assert process.stdout is not None
         if not await process.stdout.readline():
             await process.wait()
             raise _unavailable("does not start")
         self._reader = asyncio.create_task(self._read(process))
-        return process
 
     async def _read(self, process: Process) -> None:
         """Hand out verdicts until the process ends; then nobody waits any more."""

@@ -111,21 +111,29 @@ class ServingMetrics:
 
 
 class SequenceTimer:
-    """Times one sequence from its submission; every figure is defined with zero tokens.
+    """Times one sequence from its request's arrival; every figure is defined with zero tokens.
+
+    Args:
+        metrics: Told of every figure.
+        prompt_tokens: Of its prompt.
+        arrived: When the request came, in monotonic seconds; None: now.
 
     Attributes:
         prompt_tokens: Of its prompt.
         cached_tokens: Those of them found in the prefix cache.
         completion_tokens: Made so far.
-        queue_seconds, first_token_seconds: From submission; None before that.
+        queue_seconds: In the engine's queue; None before the first token.
+        first_token_seconds: From arrival; None before it.
         first_bits, last_bits: Mean committed bits with the first token and with the latest.
         least_bits: Of any block with any token; 0 before the first.
         finish_reason: None while it runs.
     """
 
-    def __init__(self, metrics: ServingMetrics, prompt_tokens: int) -> None:
+    def __init__(
+        self, metrics: ServingMetrics, prompt_tokens: int, arrived: float | None = None
+    ) -> None:
         self._metrics = metrics
-        self._start = self._last = time.monotonic()
+        self._start = self._last = time.monotonic() if arrived is None else arrived
         self.prompt_tokens = prompt_tokens
         self.cached_tokens = self.completion_tokens = 0
         self.queue_seconds: float | None = None
@@ -136,12 +144,12 @@ class SequenceTimer:
 
     @property
     def seconds(self) -> float:
-        """From submission to the last output."""
+        """From arrival to the last output."""
         return self._last - self._start
 
     @property
     def age_seconds(self) -> float:
-        """From submission until now."""
+        """From arrival until now."""
         return time.monotonic() - self._start
 
     def record(self, output: RequestOutput) -> None:

@@ -126,6 +126,32 @@ def test_a_worker_that_cannot_start_is_a_503(tmp_path):
     assert (message, status) == ("the grammar compiler does not start", 503)
 
 
+def test_the_worker_starts_beside_the_server_and_ends_with_it():
+    """Nobody waits for it; closing in the middle of its start leaves no process."""
+
+    async def run():
+        checker = GrammarChecker(TINY)
+        begin = time.monotonic()
+        checker.start()
+        assert time.monotonic() - begin < 0.1
+        while checker._process is None:
+            await asyncio.sleep(0.01)
+        process = checker._process
+        assert process.returncode is None
+        waiting = asyncio.create_task(verdict(checker, Grammar("regex", "a")))
+        await asyncio.sleep(0)
+        await checker.close()
+        assert process.returncode == -signal.SIGKILL
+        assert (await waiting)[1] == 503
+        assert checker._process is None or checker._process.returncode is not None
+        idle = GrammarChecker(None)
+        idle.start()
+        assert idle._warming is None
+        await idle.close()
+
+    asyncio.run(run())
+
+
 def test_waiting_room_is_bounded(monkeypatch):
     async def run():
         checker = GrammarChecker(TINY)

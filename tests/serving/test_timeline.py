@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 from dataclasses import replace
 
 import pytest
@@ -143,6 +144,12 @@ def test_timer_takes_the_engines_own_times():
     text = metrics.render().decode()
     assert 'pw:request_queue_time_seconds_sum{engine="0",model_name="fake"} 0.25' in text
     assert 'pw:request_prefill_time_seconds_sum{engine="0",model_name="fake"} 0.5' in text
+
+
+def test_times_count_from_the_arrival_of_the_request():
+    timer = SequenceTimer(ServingMetrics(FakeEngine(), "fake", {}), 4, time.monotonic() - 7)
+    timer.record(RequestOutput("r", token_ids=(1,), finish_reason="stop", completion_tokens=1))
+    assert 7 <= timer.first_token_seconds <= timer.seconds < 17
 
 
 def test_memory_plan_is_a_table_that_adds_up():
