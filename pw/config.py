@@ -101,7 +101,7 @@ class PlannerConfig:
 
     planner: str = "hull"  # "hull" | "greedy" (the paper's)
     metric: str = "output_gradient"  # "output_gradient" | "hessian"
-    residual: str = "learned"  # "learned" | "exact" | "off"
+    residual: str = "auto"  # "learned" | "exact" | "off" | "auto": learned where heads are fitted
     routing_window: int = 4096  # tokens after which a count has decayed to 1/e
     routing_prior: int = 256  # tokens' worth of offline trace that online counts are shrunk toward
     # Mass is relative to the offline trace with `output_gradient`, to uniform with `hessian`.
@@ -127,8 +127,8 @@ class PlannerConfig:
             raise ConfigError(f"planner must be hull or greedy: `{self.planner}`")
         if self.metric not in ("output_gradient", "hessian"):
             raise ConfigError(f"metric must be output_gradient or hessian: `{self.metric}`")
-        if self.residual not in ("learned", "exact", "off"):
-            raise ConfigError(f"residual must be learned, exact or off: `{self.residual}`")
+        if self.residual not in ("auto", "learned", "exact", "off"):
+            raise ConfigError(f"residual must be auto, learned, exact or off: `{self.residual}`")
         if not 0 <= self.low_watermark < self.high_watermark <= 1:
             raise ConfigError(
                 "watermarks must satisfy 0 <= low < high <= 1: "

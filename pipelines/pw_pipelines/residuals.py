@@ -95,7 +95,7 @@ def run(
     inputs = artifact.digests("routing") if artifact.has_table("routing") else {}
     trace = artifact.table("routing").arrays
     if not artifact.table_done(STAGE, config, inputs, overwrite):
-        train, valid = split_prompts(trace["documents"], config)
+        train, valid = split_prompts(trace["documents"], config, path)
         fitted = _fit_layers(trace, train, valid, progress)
         found = _report(fitted, train, valid)
         arrays = {
@@ -112,11 +112,16 @@ def run(
 
 
 def split_prompts(
-    documents: NDArray[np.int64], config: ResidualConfig
+    documents: NDArray[np.int64], config: ResidualConfig, artifact: str | Path
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Indices of train and validation prompts; a document is on one side only.
 
     Text of too few documents is split by prompt.
+
+    Args:
+        documents: Document of each prompt [P].
+        config: How to split.
+        artifact: Folder that the hint names.
 
     Raises:
         ConfigError: Too few prompts for a fit that means anything.
@@ -125,7 +130,7 @@ def split_prompts(
         raise ConfigError(
             f"{len(documents)} prompts are too few to fit residual heads, at least "
             f"{4 * _LEAST_PROMPTS} are needed",
-            "trace more prompts: `pw trace --nsamples N --overwrite`",
+            f"trace more prompts: `pw trace {artifact} --nsamples N --overwrite`",
         )
     size, seed = config.validation, config.seed
     if len(np.unique(documents)) >= _LEAST_PROMPTS:

@@ -82,7 +82,7 @@ def calibrate(
         print_json(reports)
     else:
         _print_quantized(reports["quantize"])
-        print(f"next: `pw fit-residuals {path}`, then `pw serve {path}`")
+        print(f"next: `pw serve {path}`; plans are better after `pw fit-residuals {path}`")
 
 
 def build(

@@ -130,7 +130,9 @@ class Planner:
     sensitivity_metric: Annotated[str, _planner("output-gradient, or hessian (the paper's).")] = (
         "output-gradient"
     )
-    residual: Annotated[str, _planner("learned, exact or off.")] = PlannerConfig.residual
+    residual: Annotated[
+        str, _planner("learned, exact, off, or auto: learned once `pw fit-residuals` has run.")
+    ] = PlannerConfig.residual
     hot_expert_floor: Annotated[
         int | None, _planner("Least bits of a hot expert (default: one above the floor).")
     ] = PlannerConfig.hot_expert_floor

@@ -11,7 +11,7 @@ from pw.config import EngineConfig
 from pw.engine.demand import budget_of, demand_of
 from pw.engine.experts import DenseExperts, PagedExperts, RoutedExperts, RoutingCounter
 from pw.engine.precision import FixedPrecision, Precision
-from pw.engine.quality import Quality, make_quality
+from pw.engine.quality import Quality, make_quality, settle_residual
 from pw.engine.runner import ModelRunner
 from pw.engine.scheduler import UNQUANTIZED, Scheduler
 from pw.engine.sources import Loaded, load
@@ -73,6 +73,7 @@ def build_parts(path: Path, config: EngineConfig) -> Parts:
     budget = budget_of(config, device)
     loaded = load(path, config, device)
     source, skeleton = loaded.source, loaded.skeleton
+    config = settle_residual(source, config)
     tokenizer = load_tokenizer(path)
     demand = demand_of(source, skeleton, config, loaded.dense)
     memory = plan_memory(budget, demand)

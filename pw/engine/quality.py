@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from pw.config import PlannerConfig
+from pw.config import EngineConfig, PlannerConfig
 from pw.engine.experts import RoutingCounter
 from pw.engine.sequence import Sequence
 from pw.engine.sources import WeightSource
@@ -22,6 +23,8 @@ from pw.planning.planner import PlannerState
 from pw.planning.residual import ExactResidual, ResidualHeads, merge
 from pw.planning.routing import RoutingStats
 from pw.planning.table import BlockTable
+
+logger = logging.getLogger("pw.engine")
 
 _LIVE = 1.0  # weight of a request about to end: it still shares the weights for this step
 
@@ -106,6 +109,21 @@ class Quality:
         return self._model.state(bits, ceil, self._routing.mass(), self._eta)
 
 
+def settle_residual(source: WeightSource, config: EngineConfig) -> EngineConfig:
+    """`residual` auto made definite: learned where the heads are fitted, else off and told."""
+    if config.planner.residual != "auto":
+        return config
+    fitted = source.has_table("residuals")
+    if not fitted and config.policy.kind in ("adaptive", "replay"):
+        logger.warning(
+            "no residual heads, what prompts say of themselves is not used; fit them once: "
+            "`pw fit-residuals %s`",
+            source.path,
+        )
+    settled = replace(config.planner, residual="learned" if fitted else "off")
+    return replace(config, planner=settled)
+
+
 def make_quality(
     artifact: WeightSource,
     table: WeightPageTable,
@@ -116,7 +134,8 @@ def make_quality(
     """Read the planner's tables from an artifact.
 
     Raises:
-        StoreError: The artifact has no sensitivities, or not what `config.residual` needs.
+        StoreError: The artifact has no sensitivities, or not what `config.residual` (settled,
+            not auto) needs.
     """
     geometry = artifact.geometry
     _require(artifact, "sensitivity", "pw sensitivity")

@@ -35,7 +35,7 @@ class PromptStatistics(Protocol):
 
 
 def statistics_bytes(mode: str, geometry: ExpertGeometry) -> int:
-    """Device bytes of the statistics of one prompt in a mode of `PlannerConfig.residual`."""
+    """Device bytes of one prompt's statistics for a residual that is settled, not auto."""
     layers, hidden = len(geometry.layers), geometry.gate_up.cols
     if mode == "learned":
         return layers * 8 * (hidden + 4)

@@ -48,6 +48,28 @@ def test_a_stage_alone_finds_its_work_done_and_refuses_other_settings(
     assert (made.artifact / "manifest.json").read_bytes() == before
 
 
+def test_without_residual_heads_it_runs_and_says_so_unless_they_are_asked_for(
+    made: Made, tmp_path: Path
+) -> None:
+    bare = tmp_path / "bare.pw"
+    flags = ("--dataset", str(made.text), "--nsamples", "8", "--seqlen", "16", "--max-bits", "4")
+    assert run("calibrate", str(made.checkpoint), "-o", str(bare), *flags, "-q").code == 0
+    ask = ("generate", str(bare), "a page", *SMALL, "--max-tokens", "2", "--ignore-eos")
+    done = run(*ask)
+    assert done.code == 0, done.err
+    assert done.err.count("WARNING") == 1
+    assert f"`pw fit-residuals {bare}`" in done.err
+    assert "WARNING" not in run(*ask, "--residual", "off").err
+    assert "WARNING" not in run(*ask, "--precision-policy", "static:3").err
+    refused = run(*ask, "--residual", "learned")
+    assert refused.code == 3
+    assert "artifact has no table `residuals`" in refused.err
+    few = run("fit-residuals", str(bare))
+    assert "8 prompts are too few" in few.err
+    assert f"`pw trace {bare} --nsamples N --overwrite`" in few.err
+    assert "WARNING" not in run("generate", str(made.artifact), "a page", *SMALL).err
+
+
 def test_inspect_shows_sizes_and_stages(made: Made) -> None:
     shown = run("inspect", str(made.artifact))
     assert shown.code == 0

@@ -27,27 +27,28 @@ def planted(heads: int, noise: float) -> tuple[np.ndarray, np.ndarray, np.ndarra
 
 @pytest.fixture
 def split() -> tuple[np.ndarray, np.ndarray]:
-    return split_prompts(np.arange(PROMPTS) // 4, ResidualConfig())
+    return split_prompts(np.arange(PROMPTS) // 4, ResidualConfig(), "m.pw")
 
 
 def test_documents_are_never_on_both_sides() -> None:
     documents = np.random.default_rng(0).integers(0, 25, 100)
-    train, valid = split_prompts(documents, ResidualConfig(validation=0.3))
+    train, valid = split_prompts(documents, ResidualConfig(validation=0.3), "m.pw")
     assert sorted([*train, *valid]) == list(range(100))
     assert not set(documents[train]) & set(documents[valid])
     assert len(valid) >= 15
-    again = split_prompts(documents, ResidualConfig(validation=0.3))
+    again = split_prompts(documents, ResidualConfig(validation=0.3), "m.pw")
     assert (again[1] == valid).all()
 
 
 def test_one_long_document_is_split_by_prompt() -> None:
-    train, valid = split_prompts(np.zeros(40, np.int64), ResidualConfig())
+    train, valid = split_prompts(np.zeros(40, np.int64), ResidualConfig(), "m.pw")
     assert (len(train), len(valid)) == (30, 10)
 
 
 def test_too_few_prompts_are_refused() -> None:
-    with pytest.raises(ConfigError, match="31 prompts are too few"):
-        split_prompts(np.arange(31), ResidualConfig())
+    with pytest.raises(ConfigError, match="31 prompts are too few") as error:
+        split_prompts(np.arange(31), ResidualConfig(), "m.pw")
+    assert "`pw trace m.pw --nsamples N --overwrite`" in error.value.hint
     with pytest.raises(ConfigError, match="between 0 and 1: 1"):
         ResidualConfig(validation=1.0)
 
