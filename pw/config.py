@@ -24,6 +24,20 @@ def parse_bytes(text: str) -> int:
     return size
 
 
+def format_bytes(number: float) -> str:
+    """Bytes in the largest binary unit that keeps it above 1: 25165824 -> `24.00 MiB`."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(number) < 1024:
+            return f"{number:.0f} B" if unit == "B" else f"{number:.2f} {unit}"
+        number /= 1024
+    return f"{number:.2f} TiB"
+
+
+def format_exactly(number: int) -> str:
+    """Bytes for reading and for copying: 40002624 -> `38.15 MiB (40,002,624 bytes)`."""
+    return f"{format_bytes(number)} ({number:,} bytes)"
+
+
 @dataclass(frozen=True)
 class CalibrationConfig:
     """Which text calibrates a model. Offline stages that run the model take it whole."""

@@ -13,6 +13,7 @@ import typer
 
 from pw.cli.command import print_json
 from pw.cli.options import Common
+from pw.config import format_bytes
 from pw.errors import PwError
 
 if TYPE_CHECKING:
@@ -165,7 +166,7 @@ def _figures(view: View) -> Table:
         curve(generated),
         "KV cache",
         f"{status['pages_kv'] / room if room else 0:.0%}",
-        f"of {_size(room * status['page_bytes'])} room",
+        f"of {format_bytes(room * status['page_bytes'])} room",
     )
     table.add_row(
         "reading prompts",
@@ -191,8 +192,8 @@ def _memory(held: dict[str, int], width: int) -> Iterator[Text]:
         bar.append(("·" if name == "free" else "█") * (upto - drawn), colour)
         drawn = upto
         legend.append("■", colour)
-        legend.append(f" {words} {_size(size)}".replace(" ", "\N{NO-BREAK SPACE}") + "   ")
-    yield Text(f"memory, {_size(held['budget'])}")
+        legend.append(f" {words} {format_bytes(size)}".replace(" ", "\N{NO-BREAK SPACE}") + "   ")
+    yield Text(f"memory, {format_bytes(held['budget'])}")
     yield bar
     yield legend
 
@@ -238,10 +239,3 @@ def curve(values: list[float], top: float | None = None) -> str:
 
 def _last(values: list[float]) -> float:
     return values[-1] if values else 0.0
-
-
-def _size(number: float) -> str:
-    """Bytes as people read them."""
-    from pw.serving.log_lines import size
-
-    return size(number)

@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from pw.blocks import MODULES, ExpertGeometry
+from pw.config import format_bytes, format_exactly
 from pw.errors import BudgetError
 from pw.memory.arena import choose_page_bytes
 from pw.memory.kv_layout import group_shapes, peak_pages, token_bytes
@@ -96,9 +97,10 @@ def plan_memory(budget: int, demand: Demand) -> MemoryPlan:
 
     if needed(2) > budget:
         raise BudgetError(
-            f"memory budget of {budget:,} bytes is too small: {needed(2):,} bytes are the least "
-            f"(dense {fixed:,}, workspace {_workspace(demand, 2):,}, "
-            f"experts at their least widths {least * page:,}, tables and KV the rest)",
+            f"memory budget of {format_exactly(budget)} is too small: "
+            f"{format_exactly(needed(2))} are the least (dense {format_bytes(fixed)}, "
+            f"workspace {format_bytes(_workspace(demand, 2))}, experts at their least widths "
+            f"{format_bytes(least * page)}, tables and KV the rest)",
             "raise --memory-budget, or lower --max-num-batched-tokens and --max-num-seqs",
         )
     length = 2 + bisect.bisect_right(range(3, demand.max_model_len + 1), budget, key=needed)

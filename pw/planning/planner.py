@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from pw.config import format_exactly
 from pw.errors import BudgetError
 from pw.planning.fill import LayerRoom, exchange, fill_budget, fill_target, refund
 from pw.planning.ladder import BoolArray, FloatArray, IntArray, Ladder, Steps
@@ -262,8 +263,8 @@ def allocate(state: PlannerState, budget_bytes: int) -> IntArray:
     down = plan(top, top.total_bytes - budget_bytes)
     if not down.satisfied:
         raise BudgetError(
-            f"experts need {top.total_bytes - down.bytes} bytes at their least widths, "
-            f"but {budget_bytes} are allowed",
+            f"experts need {format_exactly(int(top.total_bytes - down.bytes))} at their least "
+            f"widths, but {format_exactly(int(budget_bytes))} are allowed",
             "raise the memory budget or lower the bit floors",
         )
     return down.apply(top.bits)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from dataclasses import asdict, dataclass
 
+from pw.config import format_bytes
 from pw.engine.request import BytesByClass, EngineStatus
 
 logger = logging.getLogger("pw.serving")
@@ -101,7 +102,7 @@ class StatsLine:
             {
                 **fields,
                 "kv_percent": 100 * status.pages_kv / kv_pages if kv_pages else 0.0,
-                "weights": size(weights),
+                "weights": format_bytes(weights),
             },
             extra={"fields": fields},
         )
@@ -112,13 +113,13 @@ def memory_plan(status: EngineStatus) -> str:
     held = status.bytes
     rows = [(name, getattr(held, name), about) for name, about in _CLASSES.items()]
     lines = [
-        f"memory plan: {size(held.total)} of a budget of {size(held.budget)}",
+        f"memory plan: {format_bytes(held.total)} of a budget of {format_bytes(held.budget)}",
         *(
-            f"  {name:<14}{size(number):>12}{number / max(1, held.budget):>8.1%}  {about}"
+            f"  {name:<14}{format_bytes(number):>12}{number / max(1, held.budget):>8.1%}  {about}"
             for name, number, about in rows
             if number
         ),
-        f"  {status.pages_total:,} pages of {size(status.page_bytes)}, contexts up to "
+        f"  {status.pages_total:,} pages of {format_bytes(status.page_bytes)}, contexts up to "
         f"{status.max_model_len:,} tokens, policy {status.policy}, "
         f"mean {status.mean_bits:.2f} bits",
     ]
@@ -138,15 +139,6 @@ def memory_plan_fields(status: EngineStatus) -> dict[str, object]:
         "max_model_len": status.max_model_len,
         "mean_bits": status.mean_bits,
     }
-
-
-def size(number: float) -> str:
-    """Bytes in the largest binary unit that keeps it above 1: 25165824 -> `24.00 MiB`."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(number) < 1024:
-            return f"{number:.0f} B" if unit == "B" else f"{number:.2f} {unit}"
-        number /= 1024
-    return f"{number:.2f} TiB"
 
 
 def _seconds(value: float | None) -> str:

@@ -120,7 +120,7 @@ def test_generate_prints_the_text_and_json_the_rest(made: Made) -> None:
 def test_a_budget_that_cannot_work_is_exit_code_4_with_the_least_that_can(made: Made) -> None:
     done = run("generate", str(made.artifact), "x", "--memory-budget", "100kB")
     assert done.code == 4
-    assert "100,000 bytes is too small" in done.err
+    assert "97.66 KiB (100,000 bytes) is too small" in done.err
     assert "hint: raise --memory-budget" in done.err
 
 
@@ -162,7 +162,7 @@ def test_what_stops_the_engines_process_is_told_as_if_it_were_this_one(
 ) -> None:
     small = run("serve", str(made.artifact), *SMALL, "--memory-budget", "64KiB", "--port", "0")
     assert (small.code, small.out) == (4, "")
-    assert small.err.startswith("error: memory budget of 65,536 bytes is too small: ")
+    assert small.err.startswith("error: memory budget of 64.00 KiB (65,536 bytes) is too small: ")
     assert "hint: raise --memory-budget" in small.err
     damaged = tmp_path / "damaged.pw"
     shutil.copytree(made.artifact, damaged)

@@ -12,8 +12,8 @@ from rich.console import Console
 
 from pw.cli import main
 from pw.cli.top import View, curve, render
+from pw.config import format_bytes
 from pw.serving.context import ServingConfig
-from pw.serving.log_lines import size
 from tests.serving.conftest import serving
 from tests.serving.show_dashboard import MovingEngine
 
@@ -44,7 +44,7 @@ def test_one_look(capsys: pytest.CaptureFixture[str]) -> None:
     assert re.search(r"running +23 +7 waiting", text)
     for layer, bits in status["layer_bits"].items():
         assert re.search(rf"\b{layer} . {bits:.2f}", text)
-    kv = f"KV cache {size(status['bytes']['kv'])}"
+    kv = f"KV cache {format_bytes(status['bytes']['kv'])}"
     assert kv.replace(" ", "\N{NO-BREAK SPACE}") in text
     assert "no requests now" in text
 

@@ -172,9 +172,10 @@ def test_bad_requests_leave_the_engine_alive(qwen: tuple[Any, Path]) -> None:
 
 def test_budget_too_small_says_what_is_needed(qwen: tuple[Any, Path]) -> None:
     _, artifact = qwen
-    with pytest.raises(BudgetError, match=r"budget of 100,000 bytes .* are the least") as error:
+    with pytest.raises(BudgetError, match=r"\(100,000 bytes\) .* are the least") as error:
         open_engine(artifact, memory_budget=100_000)
-    needed = int(error.value.message.split("too small: ")[1].split(" bytes")[0].replace(",", ""))
+    told = error.value.message.split("too small: ")[1]
+    needed = int(told.split("(")[1].split(" bytes")[0].replace(",", ""))
     engine = open_engine(artifact, memory_budget=needed)
     assert engine.max_model_len >= 2
     with pytest.raises(BudgetError):

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from pw.blocks import MODULES, BlockShape, ExpertGeometry
+from pw.config import format_bytes
 from pw.errors import BudgetError
 from pw.memory.arena import Arena, choose_page_bytes, pages_for
 from pw.memory.budget import Demand, block_layouts, plan_memory
@@ -159,9 +160,10 @@ def test_context_shrinks_to_what_fits_alone_and_the_least_is_named() -> None:
     wanted = demand(QWEN, heads(24, 16, 128))
     roomy = plan_memory(60 * GIB, wanted)
     assert roomy.max_model_len == 8192
-    with pytest.raises(BudgetError, match=r"budget of 1,000 bytes .* are the least") as error:
+    with pytest.raises(BudgetError, match=r"\(1,000 bytes\) .* are the least") as error:
         plan_memory(1000, wanted)
-    least = int(error.value.message.split("too small: ")[1].split(" bytes")[0].replace(",", ""))
+    told = error.value.message.split("too small: ")[1]
+    least = int(told.split("(")[1].split(" bytes")[0].replace(",", ""))
     smallest = plan_memory(least, wanted)
     assert smallest.max_model_len >= 2
     with pytest.raises(BudgetError):
@@ -182,7 +184,7 @@ def test_widths_of_a_file_are_charged_as_they_are() -> None:
         for layout, width in zip(tight.layouts, (8, 2), strict=True)
     )
     assert tight.num_pages >= pages
-    with pytest.raises(BudgetError, match=f"least widths {pages * tight.page_bytes:,}"):
+    with pytest.raises(BudgetError, match=f"least widths {format_bytes(pages * tight.page_bytes)}"):
         plan_memory(8 * GIB, mixed)
     plan_memory(9 * GIB, wanted)  # which two bits everywhere are happy with
 

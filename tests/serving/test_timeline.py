@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 
+from pw.config import format_bytes
 from pw.engine.request import BytesByClass, EngineStatus, RequestOutput
 from pw.logs import JsonFormatter
 from pw.serving.health import Progress
@@ -18,7 +19,6 @@ from pw.serving.log_lines import (
     log_request,
     memory_plan,
     memory_plan_fields,
-    size,
 )
 from pw.serving.metrics import SequenceTimer, ServingMetrics
 from pw.serving.timeline import Planned, Timeline
@@ -188,4 +188,4 @@ def test_memory_plan_is_a_table_that_adds_up():
     ],
 )
 def test_sizes(number, text):
-    assert size(number) == text
+    assert format_bytes(number) == text
