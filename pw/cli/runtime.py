@@ -18,6 +18,8 @@ from pw.cli.server_options import Server
 from pw.errors import ModelError, PwError
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from pw.config import EngineConfig
     from pw.engine.request import EngineStatus
     from pw.serving.engine_process import EngineProcess
@@ -153,7 +155,7 @@ def _serve(
         raise
     ready = process.wait_until_ready()
     if not quiet:
-        _show_plan(ready.status)
+        _show_plan(ready.status, ready.info.concurrency)
     if endpoint is None:
         return 0
     if (template := api.template()) is not None:
@@ -185,14 +187,14 @@ def _names(path: Path, model: str) -> list[str]:
     return list(dict.fromkeys((path.name.removesuffix(".pw"), model)))
 
 
-def _show_plan(status: EngineStatus) -> None:
+def _show_plan(status: EngineStatus, concurrency: Mapping[str, float]) -> None:
     """Where the budget goes, on stderr: a table, or a line where every line is JSON."""
     from pw.serving.log_lines import memory_plan, memory_plan_fields
 
     if logs.current().style == "json":
-        logger.info("memory plan", extra={"fields": memory_plan_fields(status)})
+        logger.info("memory plan", extra={"fields": memory_plan_fields(status, concurrency)})
     else:
-        print(memory_plan(status), file=sys.stderr)
+        print(memory_plan(status, concurrency), file=sys.stderr)
 
 
 def _announce(message: str) -> None:

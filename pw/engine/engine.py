@@ -39,7 +39,7 @@ from pw.engine.request import (
 from pw.engine.runner import PromptLogits
 from pw.engine.sampler import Sampler
 from pw.engine.sequence import Chunk, Sequence
-from pw.engine.status import Counters, precision_map, snapshot
+from pw.engine.status import Counters, concurrency, precision_map, snapshot
 from pw.engine.wire import EngineInfo
 from pw.errors import RequestError
 from pw.models.tokenizer import Tokenizer
@@ -251,6 +251,7 @@ class Engine:
             pages_total=status.pages_total,
             geometry=parts.skeleton.geometry,
             bytes=status.bytes,
+            concurrency=concurrency(parts, self._config),
         )
 
     def precision_map(self) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from typing import Any
 from pw.config import EngineConfig
 from pw.engine.build import Parts
 from pw.engine.page_map import page_map
+from pw.engine.precision import FixedPrecision
 from pw.engine.request import BytesByClass, EngineStatus, FinishReason
 
 
@@ -64,6 +65,26 @@ def bytes_by_class(parts: Parts) -> BytesByClass:
         host=0 if parts.store is None else parts.store.bytes,
         budget=parts.memory.budget,
     )
+
+
+def concurrency(parts: Parts, config: EngineConfig) -> dict[str, float]:
+    """Requests of the longest context that fit beside the experts at once, by the experts' widths.
+
+    Where bits change, at the policy's most and least for every block: what runs at full precision,
+    and what can run at all. `max_num_seqs` is not part of it.
+    """
+    table, pages = parts.table, parts.pool.num_pages
+    if table is None:
+        held = {"unquantized": 0}
+    elif isinstance(parts.precision, FixedPrecision):
+        low, high = int(table.committed.min()), int(table.committed.max())
+        held = {f"{low} bits" if low == high else "mixed bits": table.resident_pages()}
+    else:
+        low, high = config.min_bits or table.min_bits, config.max_bits or table.max_bits
+        costs = table.cost_bytes().sum(axis=0) // parts.arena.page_bytes
+        held = {f"{bits} bits": int(costs[bits - table.min_bits]) for bits in (high, low)}
+    each = parts.kv.pages_for_tokens(parts.memory.max_model_len)
+    return {widths: max(0, pages - used) / each for widths, used in held.items()}
 
 
 def precision_map(parts: Parts) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import os
 import socket
 import struct
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,7 @@ class EngineInfo:
     pages_total: int
     geometry: ExpertGeometry
     bytes: BytesByClass
+    concurrency: dict[str, float] = field(default_factory=dict)  # see `pw.engine.status`
 
 
 class _Message(msgspec.Struct, array_like=True, tag=True):

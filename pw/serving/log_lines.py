@@ -6,6 +6,7 @@ Every line carries its numbers as fields, see `pw.logs`. No line has a prompt, a
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
 from pw.config import format_bytes
@@ -108,8 +109,13 @@ class StatsLine:
         )
 
 
-def memory_plan(status: EngineStatus) -> str:
-    """Where the budget goes, as a table for the start of a server."""
+def memory_plan(status: EngineStatus, concurrency: Mapping[str, float]) -> str:
+    """Where the budget goes, as a table for the start of a server.
+
+    Args:
+        status: At the start.
+        concurrency: `EngineInfo.concurrency`.
+    """
     held = status.bytes
     rows = [(name, getattr(held, name), about) for name, about in _CLASSES.items()]
     lines = [
@@ -122,11 +128,13 @@ def memory_plan(status: EngineStatus) -> str:
         f"  {status.pages_total:,} pages of {format_bytes(status.page_bytes)}, contexts up to "
         f"{status.max_model_len:,} tokens, policy {status.policy}, "
         f"mean {status.mean_bits:.2f} bits",
+        f"  maximum concurrency for {status.max_model_len:,} tokens per request: "
+        + ", ".join(f"{number:.2f}x at {widths}" for widths, number in concurrency.items()),
     ]
     return "\n".join(lines)
 
 
-def memory_plan_fields(status: EngineStatus) -> dict[str, object]:
+def memory_plan_fields(status: EngineStatus, concurrency: Mapping[str, float]) -> dict[str, object]:
     """The same for a line of JSON."""
     names = [name for name in vars(BytesByClass()) if name not in ("padding", "budget")]
     return {
@@ -138,6 +146,7 @@ def memory_plan_fields(status: EngineStatus) -> dict[str, object]:
         "pages": status.pages_total,
         "max_model_len": status.max_model_len,
         "mean_bits": status.mean_bits,
+        "concurrency": {widths: round(number, 2) for widths, number in concurrency.items()},
     }
 
 

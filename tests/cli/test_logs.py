@@ -81,7 +81,7 @@ def test_a_server_starts_with_lines_of_json_where_every_line_is_one(
 ) -> None:
     status = EngineStatus(policy="adaptive", bytes=BytesByClass(planes=3, budget=4))
     logs.configure(logging.INFO, "json")
-    _show_plan(status)
+    _show_plan(status, {"6 bits": 2.0})
     _announce("PagedWeight serves tiny on http://h:1\n\n  curl ...")
     out, err = capsys.readouterr()
     assert out == ""
@@ -90,7 +90,7 @@ def test_a_server_starts_with_lines_of_json_where_every_line_is_one(
     assert listening["event"] == "listening"
     assert listening["message"] == "PagedWeight serves tiny on http://h:1"
     logs.configure(logging.INFO, "text")
-    _show_plan(status)
+    _show_plan(status, {"6 bits": 2.0})
     _announce("PagedWeight serves tiny on http://h:1\n\n  curl ...")
     out, err = capsys.readouterr()
     assert out.endswith("  curl ...\n")

@@ -42,6 +42,24 @@ def test_experts_that_no_token_was_routed_to(qwen: tuple[Any, Path]) -> None:
     assert open_engine(qwen[1], "static:4").status().experts_never_routed is None
 
 
+def test_concurrency_is_pages_beside_the_experts_by_pages_of_the_longest_request(
+    qwen: tuple[Any, Path],
+) -> None:
+    engine = open_engine(qwen[1], max_model_len=100)
+    longest, pages = engine.pages_for_tokens(100), engine.status().pages_total
+    found = engine.info().concurrency
+    assert list(found) == ["6 bits", "2 bits"]
+    assert engine.status().mean_bits == 6
+    assert found["6 bits"] == (pages - engine.status().pages_weights) / longest
+    for policy, name in (("static:2", "2 bits"), ("dense", "unquantized")):
+        fixed = open_engine(qwen[1], policy, max_model_len=100)
+        status = fixed.status()
+        beside = status.pages_total - status.pages_weights
+        assert fixed.info().concurrency == {name: beside / longest}
+        if policy == "static:2":
+            assert found["2 bits"] == (pages - status.pages_weights) / longest
+
+
 def test_raises_that_landed(qwen: tuple[Any, Path]) -> None:
     budget = tight_budget(qwen[1], kv_tokens=80)
     engine = open_engine(qwen[1], memory_budget=budget, planner_low_watermark=0.01)

@@ -164,16 +164,18 @@ def test_memory_plan_is_a_table_that_adds_up():
         mean_bits=6,
         bytes=held,
     )
-    lines = memory_plan(status).splitlines()
+    lines = memory_plan(status, {"6 bits": 1.125, "2 bits": 3.5}).splitlines()
     assert lines[0] == "memory plan: 8.00 MiB of a budget of 8.00 MiB"
-    assert [line.split()[0] for line in lines[1:-1]] == [
+    assert [line.split()[0] for line in lines[1:-2]] == [
         *("dense", "planes", "luts", "free", "workspace")
     ]
-    assert sum(float(line.split()[3].rstrip("%")) for line in lines[1:-1]) == pytest.approx(100)
-    assert "2,560 pages of 2.00 KiB, contexts up to 4,096 tokens" in lines[-1]
-    fields = memory_plan_fields(status)
+    assert sum(float(line.split()[3].rstrip("%")) for line in lines[1:-2]) == pytest.approx(100)
+    assert "2,560 pages of 2.00 KiB, contexts up to 4,096 tokens" in lines[-2]
+    assert lines[-1].endswith("for 4,096 tokens per request: 1.12x at 6 bits, 3.50x at 2 bits")
+    fields = memory_plan_fields(status, {"6 bits": 1.125})
     assert fields["planes_bytes"] == 3 << 20
     assert "padding_bytes" not in fields
+    assert fields["concurrency"] == {"6 bits": 1.12}
     json.dumps(fields)
 
 
