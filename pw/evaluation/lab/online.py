@@ -17,12 +17,12 @@ from pw.blocks import MODULES
 from pw.evaluation.baselines.static import exact
 from pw.evaluation.lab.cache import CachedLab
 from pw.evaluation.lab.damage_scores import measure_scores
+from pw.evaluation.lab.groups import group_windows
 from pw.evaluation.lab.lab import Lab
 from pw.evaluation.lab.model import Bits
 from pw.evaluation.lab.planned import ProductPlanner
 from pw.evaluation.lab.probe import Prober, Prompt
 from pw.evaluation.lab.room import Room
-from pw.evaluation.lab.studies.groups import group_windows
 from pw.store.artifact import Artifact
 
 _RARE = 1e-3  # share of a layer's router weight below which a ratio of shares means little

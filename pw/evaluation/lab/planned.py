@@ -87,7 +87,9 @@ class ProductPlanner:
     def _allocate(self, state: PlannerState, budget_bytes: int) -> Bits:
         if self.config.planner == "hull":
             return allocate(state, budget_bytes)
-        down = plan(state, state.total_bytes - budget_bytes, method=self.config.planner)
-        if not down.satisfied:
-            raise BudgetError(f"{budget_bytes:,} bytes are out of reach of the greedy plan")
-        return down.apply(state.bits)
+        while state.total_bytes > budget_bytes:  # a block moves once in a greedy plan
+            down = plan(state, state.total_bytes - budget_bytes, method=self.config.planner)
+            if not down.moves:
+                raise BudgetError(f"{budget_bytes:,} bytes are out of reach of the greedy plan")
+            state = replace(state, bits=down.apply(state.bits))
+        return state.bits

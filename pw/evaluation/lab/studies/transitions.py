@@ -18,13 +18,13 @@ from torch import Tensor
 
 from pw.blocks import MODULES
 from pw.config import PlannerConfig
+from pw.evaluation.lab.groups import group_windows
 from pw.evaluation.lab.lab import Lab
 from pw.evaluation.lab.model import Bits, Memo
 from pw.evaluation.lab.planned import ProductPlanner
 from pw.evaluation.lab.probe import Floats, Prober, Prompt
 from pw.evaluation.lab.room import Room
 from pw.evaluation.lab.studies.common import markdown
-from pw.evaluation.lab.studies.groups import group_windows
 from pw.planning.residual import merge
 
 _WINDOWS, _LENGTH = 3, 1024
