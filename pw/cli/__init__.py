@@ -80,14 +80,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
     sys.exit(code)
 
 
+_SEVERAL_GPUS = (
+    *("--tensor-parallel-size", "--pipeline-parallel-size", "--data-parallel-size"),
+    "--enable-expert-parallel",
+)
+
+
 def _as_usage(error: Exception) -> PwError:
     """The parser's complaint in our form: one line, then the nearest flag or the help to read."""
     context = getattr(error, "ctx", None)
     hint = f"see `{context.command_path if context else 'pw'} --help`"
-    nearest = getattr(error, "possibilities", None)
-    message = str(error.message if nearest else error.format_message())  # type: ignore[attr-defined]
+    option = getattr(error, "option_name", None)  # of an unknown option
+    known = getattr(error, "possibilities", None)
+    nearest = [name for name in known or () if name != "--help"]
+    message = str(error.message if known else error.format_message())  # type: ignore[attr-defined]
     message, _, suggestion = message.partition(" Did you mean ")
-    if nearest:
+    if option and option.replace("_", "-") in _SEVERAL_GPUS:
+        hint = "one GPU only, several are not supported: leave it out"
+    elif nearest:
         hint = "did you mean " + " or ".join(f"`{option}`" for option in sorted(nearest)) + "?"
     elif suggestion:
         hint = "did you mean " + suggestion.replace("'", "`")

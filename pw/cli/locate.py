@@ -23,15 +23,18 @@ def cache_home() -> Path:
 
 
 def default_output(model: str) -> Path:
-    """Where `pw quantize MODEL` writes when not told: `<name>.pw` in the current folder."""
-    return Path(Path(model).resolve().name.partition("@")[0].removesuffix(".pw") + ".pw")
+    """Where `pw quantize MODEL` writes when not told: `<name>.pw` here, never over MODEL."""
+    name = Path(model).resolve().name.partition("@")[0].removesuffix(".pw")
+    output = Path(f"{name}.pw")
+    return Path(f"{name}-quantized.pw") if output.resolve() == Path(model).resolve() else output
 
 
 def artifact_path(model: str, *, quiet: bool = False) -> Path:
     """The artifact that MODEL names; `tiny` is calibrated into the cache on first use.
 
     Raises:
-        StoreError: MODEL is missing, unfinished, or a checkpoint; the hint is the line to run.
+        StoreError: MODEL is missing, unfinished, incomplete, or a checkpoint; the hint is the line
+            to run.
     """
     if model == TINY:
         return _tiny_artifact(quiet)
@@ -43,6 +46,11 @@ def artifact_path(model: str, *, quiet: bool = False) -> Path:
         raise StoreError(
             f"artifact is not finished: `{model}`",
             f"resume it: `pw calibrate MODEL -o {model}`, with the MODEL and flags of before",
+        )
+    if any((path / part).is_dir() for part in ("planes.zarr", "luts.zarr")):
+        raise StoreError(
+            f"artifact without manifest.json, an incomplete copy: `{model}`",
+            f"copy the whole folder again, or make it anew: `pw calibrate MODEL -o {output}`",
         )
     if (path / "config.json").is_file() or _names_a_hub_model(model):
         raise StoreError(

@@ -5,6 +5,9 @@ Reports go to stdout, progress to stderr.
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -58,6 +61,19 @@ def progress_of(common: Common, *, quiet: bool = False) -> Progress:
     return Progress(style, verbose=common.verbose)
 
 
+@contextmanager
+def _telling_what_is_kept(path: Path) -> Iterator[None]:
+    """On Ctrl-C, say where the work so far lies."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        for folder in (path.with_name(f"{path.name}.partial"), path):
+            if folder.is_dir():
+                print(f"kept in {folder}; the same command goes on", file=sys.stderr)
+                break
+        raise
+
+
 def calibrate(
     model: Model,
     widths: Widths,
@@ -74,7 +90,8 @@ def calibrate(
     from pw_pipelines.ranks import Ranks
 
     path, ranks = output or default_output(model), Ranks.join()
-    reports = build(model, path, widths, calibration, common, overwrite=overwrite, ranks=ranks)
+    with _telling_what_is_kept(path):
+        reports = build(model, path, widths, calibration, common, overwrite=overwrite, ranks=ranks)
     ranks.leave()
     if not ranks.first:
         return
@@ -136,14 +153,15 @@ def quantize(
 
     from pw_pipelines import quantize as stage
 
-    report = stage.run(
-        model,
-        path,
-        config,
-        progress_of(common),
-        overwrite=overwrite,
-        device=calibration.device,
-    )
+    with _telling_what_is_kept(path):
+        report = stage.run(
+            model,
+            path,
+            config,
+            progress_of(common),
+            overwrite=overwrite,
+            device=calibration.device,
+        )
     if common.json:
         print_json(report)
     else:

@@ -57,6 +57,9 @@ def test_every_command_has_help_and_the_common_flags(command: str) -> None:
         ),
         ("quantize tiny --workers 0", 2, "--workers must be at least 1: 0", ""),
         ("serve x --xyzzy", 2, "no such option: --xyzzy", "see `pw serve --help`"),
+        ("serve x --hepl", 2, "no such option: --hepl", "see `pw serve --help`"),
+        ("serve x --tensor-parallel-size 2", 2, "no such option: --tensor-par", "one GPU only"),
+        ("serve x --data_parallel_size=2", 2, "no such option: --data", "one GPU only"),
         ("serve x --port many", 2, "invalid value for `--port`", "see `pw serve --help`"),
         ("serve x --port", 2, "option `--port` requires an argument", "see `pw --help`"),
         ("serve x --memory-budget 3x", 2, "not a size in bytes: `3x`", "`24MiB`"),
@@ -123,6 +126,23 @@ def test_what_is_no_artifact_is_refused_with_the_line_to_run(command: str, tmp_p
     assert "resume it" in done.err
 
 
+def test_an_artifact_without_manifest_is_an_incomplete_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    bad = tmp_path / "bad.pw"
+    (bad / "planes.zarr").mkdir(parents=True)
+    (bad / "config.json").write_text("{}")
+    done = run("serve", "bad.pw")
+    assert done.code == 3
+    assert done.err.startswith(
+        "error: artifact without manifest.json, an incomplete copy: `bad.pw`"
+    )
+    assert "-o bad-quantized.pw`" in done.err
+    (bad / "planes.zarr").rmdir()
+    assert "`pw calibrate bad.pw -o bad-quantized.pw`" in run("serve", "bad.pw").err
+
+
 def test_a_taken_port_is_found_before_the_model_is_loaded() -> None:
     import socket
 
@@ -168,6 +188,22 @@ def test_ctrl_c_is_130(monkeypatch: pytest.MonkeyPatch) -> None:
     done = run("inspect", "x.pw")
     assert done.code == 130
     assert done.err == "interrupted\n"
+
+
+def test_ctrl_c_says_what_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    output = tmp_path / "x.pw"
+
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("pw_pipelines.quantize.run", interrupted)
+    for command in ("calibrate", "quantize"):
+        assert run(command, "tiny", "-o", str(output)).err == "interrupted\n"
+    (tmp_path / "x.pw.partial").mkdir()
+    for command in ("calibrate", "quantize"):
+        done = run(command, "tiny", "-o", str(output))
+        assert done.code == 130
+        assert done.err == f"kept in {output}.partial; the same command goes on\ninterrupted\n"
 
 
 def test_what_the_system_refuses_is_one_line(tmp_path: Path) -> None:
