@@ -269,7 +269,7 @@ class PrecisionBase:
             "pages_wanted": wanted,
             "pages": pages,
             "damage": sum(move.damage for move in moves),
-            "mean_bits": self._table.mean_bits(),
+            "mean_bits": self._table.mean_bits_desired(),  # what the plan leads to
             "pages_free": self._pool.free_count,
         }
         self._history.append(record)

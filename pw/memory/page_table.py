@@ -165,6 +165,10 @@ class WeightPageTable:
         """Mean committed bits of a routed weight."""
         return float((self.committed * self._weights).sum() / self._weights.sum())
 
+    def mean_bits_desired(self) -> float:
+        """What `mean_bits` will be when every raise under way has landed."""
+        return float((self.desired * self._weights).sum() / self._weights.sum())
+
     def tag(self) -> PrecisionTag:
         """What KV is marked with that is computed at these widths."""
         if self._tag is None:

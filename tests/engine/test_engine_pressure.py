@@ -260,6 +260,21 @@ def test_planes_change_hands_when_routing_moves_on(qwen: tuple[Any, Path]) -> No
     assert all(plan["damage"] < 0 for plan in trades)
 
 
+def test_a_plan_says_which_mean_bits_it_leads_to(qwen: tuple[Any, Path]) -> None:
+    """Of raises, too, whose planes are still on their way when the plan is made."""
+    engine = open_engine(qwen[1], memory_budget=tight_budget(qwen[1], kv_tokens=80))
+    for _ in run(engine, [random_prompt(150, seed) for seed in range(4)], GREEDY):
+        pass
+    low = engine.status().mean_bits
+    assert low < 6
+    settle(engine)
+    plans = engine.status().plan_history
+    down = next(plan for plan in plans if plan["damage"] > 0)
+    assert down["mean_bits"] < 6
+    assert plans[-1]["reason"] == "idle"
+    assert plans[-1]["mean_bits"] == 6
+
+
 def test_a_replay_that_diverges_serves_on(qwen: tuple[Any, Path], tmp_path: Path) -> None:
     """Other requests than the recorded ones: what cannot be repeated is left out, nobody fails."""
     _, artifact = qwen
