@@ -51,6 +51,8 @@ def generate(
     params = sampling.params(runtime.seed)
     text = sys.stdin.read() if prompt is None else prompt
     path = model_folder(model, runtime, quiet=common.quiet)
+    if not common.quiet:
+        print(f"loading {path} ...", file=sys.stderr)
 
     from pw.engine import Engine
 

@@ -112,6 +112,7 @@ def test_generate_prints_the_text_and_json_the_rest(made: Made) -> None:
         ).out
     )  # fmt: skip
     assert told.out == result["text"] + "\n"
+    assert told.err == f"loading {made.artifact} ...\n"
     assert (result["completion_tokens"], result["finish_reason"]) == (5, "length")
     assert result["mean_bits"] == 4.0
     assert result["bytes"]["budget"] == 64 << 20
