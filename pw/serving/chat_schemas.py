@@ -6,7 +6,8 @@ from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 import orjson
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, model_validator
+from pydantic_core import PydanticCustomError
 
 from pw.engine.request import Grammar, SamplingParams
 from pw.errors import RequestError
@@ -16,6 +17,12 @@ from pw.serving.output_formats import schema_text
 from pw.serving.schemas import Body, GenerationRequest, Integer
 
 TEMPLATE_KWARGS = ("enable_thinking", "thinking", "preserve_thinking", "reasoning_effort")
+_OTHER_PARTS = {
+    **dict.fromkeys(("image", "image_url", "input_image"), "image"),
+    **dict.fromkeys(("audio", "audio_url", "input_audio"), "audio"),
+    **dict.fromkeys(("video", "video_url"), "video"),
+    **dict.fromkeys(("file", "input_file"), "file"),
+}
 _NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
 
 FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:/-]{1,128}$")]
@@ -26,6 +33,16 @@ class ContentPart(BaseModel):
 
     type: Literal["text"]
     text: str
+
+    @model_validator(mode="before")
+    @classmethod
+    def _only_text(cls, part: Any) -> Any:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if isinstance(kind, str) and kind in _OTHER_PARTS:
+            raise PydanticCustomError(
+                "other_part", "{kind} parts are not supported", {"kind": _OTHER_PARTS[kind]}
+            )
+        return part
 
 
 class CalledFunction(BaseModel):

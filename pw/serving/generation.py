@@ -101,6 +101,8 @@ class Generation:
         self._timeout: asyncio.TimerHandle | None = None
         self._running = len(sequences)
         self._tasks: list[asyncio.Task[None]] = []
+        self._failed = False  # from outside
+        self._unfinished = "aborted"  # what the log calls sequences without an end of their own
 
     async def __aenter__(self) -> Generation:
         self._open.add(self)
@@ -121,7 +123,10 @@ class Generation:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        left = error is not None and issubclass(error, (ClientDisconnect, asyncio.CancelledError))
+        gone = (ClientDisconnect, asyncio.CancelledError)
+        left = error is not None and issubclass(error, gone) and not self._failed
+        if left:
+            self._unfinished = "gone"
         for timer in self._timers:
             timer.close("client" if left else "error")
         self._log()
@@ -147,6 +152,7 @@ class Generation:
 
     def fail(self, error: Exception) -> None:
         """Make the reader's next step raise `error`; what it has not read is dropped."""
+        self._failed = True
         while not self._outputs.empty():
             self._outputs.get_nowait()
         self._outputs.put_nowait(error)
@@ -163,6 +169,9 @@ class Generation:
                     if output.finish_reason is not None:
                         return
             raise GenerationError("engine ended the sequence without a reason")
+        except RequestError as error:
+            self._unfinished = "refused"
+            await self._outputs.put(_in_words_of_the_request(error))
         except Exception as error:
             await self._outputs.put(error)
         finally:
@@ -185,6 +194,7 @@ class Generation:
 
     def _log(self) -> None:
         timers, first = self._timers, self._timers[0]
+        ends = {timer.finish_reason or self._unfinished for timer in timers}
         log_request(
             RequestRecord(
                 request_id=self.request_id,
@@ -192,7 +202,7 @@ class Generation:
                 prompt_tokens=sum(timer.prompt_tokens for timer in timers),
                 cached_tokens=sum(timer.cached_tokens for timer in timers),
                 generated_tokens=sum(timer.completion_tokens for timer in timers),
-                finish_reason=",".join(sorted({timer.finish_reason or "gone" for timer in timers})),
+                finish_reason=",".join(sorted(ends)),
                 queue_seconds=first.queue_seconds,
                 ttft_seconds=first.first_token_seconds,
                 e2e_seconds=max(timer.seconds for timer in timers),
@@ -218,6 +228,13 @@ def _checked(index: int, output: RequestOutput) -> tuple[int, RequestOutput] | E
     if output.finish_reason == "abort":
         return shutting_down()
     return index, output
+
+
+def _in_words_of_the_request(error: RequestError) -> RequestError:
+    """A refusal by the engine, naming the field as clients spell it."""
+    if error.param == "min_bits":
+        error.param = "precision.min_bits"
+    return error
 
 
 def _with_seed(params: SamplingParams, choice: int) -> SamplingParams:

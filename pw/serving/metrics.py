@@ -162,10 +162,11 @@ class SequenceTimer:
             for _ in range(new_tokens):
                 self._metrics.inter_token_latency.observe((now - self._last) / new_tokens)
         self._last = now
-        self.last_bits = output.mean_bits
+        # An engine's last word, when it fails, knows neither tokens nor bits.
+        self.last_bits = output.mean_bits or self.last_bits
         if output.min_bits:
             self.least_bits = min(self.least_bits or output.min_bits, output.min_bits)
-        self.completion_tokens = output.completion_tokens
+        self.completion_tokens = max(self.completion_tokens, output.completion_tokens)
         if output.finish_reason is not None:
             self._finish(output.finish_reason)
 

@@ -76,7 +76,10 @@ def serve(
             _uvicorn_config(app, endpoint), context, shutdown_timeout, lambda: announce(message)
         )
         asyncio.run(server.serve(sockets=[listener]))
-    return 1 if server.cut_off or server.engine_failed else 0
+    if server.cut_off or server.engine_failed:
+        return 1
+    logger.info("stopped")
+    return 0
 
 
 def _uvicorn_config(app: FastAPI, endpoint: Endpoint) -> uvicorn.Config:

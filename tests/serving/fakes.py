@@ -67,6 +67,8 @@ class FakeEngine:
         self.calls[request_id] = (prompt_token_ids, params)
         if any(token >= 1000 for token, _ in params.logit_bias):
             raise RequestError("logit_bias has an id outside the vocabulary", param="logit_bias")
+        if params.min_bits is not None and params.min_bits > 8:
+            raise RequestError("min_bits must be at most 8 on this server", param="min_bits")
         if self.REFUSE in prompt_token_ids:
             raise RequestError("needs 9 pages of 8", code="context_length_exceeded")
         self.running += 1

@@ -12,6 +12,7 @@ from pw.models.tokenizer import load_tokenizer
 from tests.serving.conftest import serving
 from tests.serving.fakes import STORY, FakeEngine
 
+TEXT = {"type": "text", "text": "1"}
 ASK = [{"role": "user", "content": "lazy dog,"}]
 
 
@@ -137,7 +138,11 @@ def test_stream_on_the_wire(served):
         ([{"role": "system", "content": "x"}], "System role not supported"),
         ([], "messages"),
         ([{"role": "user", "content": ""}], "empty prompt"),
-        ([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], "'text'"),
+        (
+            [{"role": "user", "content": [TEXT, {"type": "image_url", "image_url": {}}]}],
+            "messages.0.content.1: image parts are not supported",
+        ),
+        ([{"role": "user", "content": [{"type": "poem"}]}], "'text'"),
         ([{"content": "who?"}], "role"),
         ("hello", "list"),
     ],

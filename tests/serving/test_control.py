@@ -101,6 +101,12 @@ def test_a_floor_reaches_the_engine(served):
     assert params.min_bits == 4
 
 
+def test_a_floor_that_the_engine_refuses_is_named_as_clients_spell_it(served):
+    body = {"prompt": "1", "precision": {"min_bits": 9}}
+    error = served.http.post("/v1/completions", json=body).json()["error"]
+    assert (error["param"], "at most 8" in error["message"]) == ("precision.min_bits", True)
+
+
 def test_a_floor_that_is_lost_while_the_answer_runs(served):
     answer = served.http.post("/v1/completions", json={"prompt": [FakeEngine.UNABLE]})
     assert (answer.status_code, answer.json()["error"]["code"]) == (503, "precision_unavailable")

@@ -110,6 +110,25 @@ def test_client_that_leaves_before_the_first_token(served, path, stream, n, capl
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
+def test_the_log_tells_what_was_sent_before_a_failure(served, caplog):
+    """The engine's last word has no tokens and no bits; those before it count."""
+    caplog.set_level(logging.INFO, "pw.serving")
+    served.http.post("/v1/completions", json={"prompt": [BREAK], "max_tokens": 8})
+    (line,) = [r.message for r in caplog.records if "finish" in r.message]
+    assert "out 3, finish error, " in line
+    assert line.endswith("bits 5.50 to 5.50")
+
+
+@pytest.mark.parametrize(
+    ("prompts", "ends"), [([REFUSE], "refused"), ([MUTE, BREAK], "aborted,error")]
+)
+def test_the_log_tells_how_sequences_without_an_end_ended(served, caplog, prompts, ends):
+    caplog.set_level(logging.INFO, "pw.serving")
+    served.http.post("/v1/completions", json={"prompt": [[token] for token in prompts]})
+    (line,) = [r.message for r in caplog.records if "finish" in r.message]
+    assert f"finish {ends}, " in line
+
+
 def test_client_that_leaves_a_stream(start, caplog):
     with start(FakeEngine(step_seconds=0.02)) as served:
         stream = served.openai.chat.completions.create(

@@ -47,6 +47,7 @@ def test_banner_can_be_pasted(launch):
     server.process.send_signal(signal.SIGINT)
     code, out, err = server.end()
     assert (code, out.strip()) == (0, "engine stopped")
+    assert err.splitlines()[-1] == "INFO:pw.serving:stopped"
     assert "Traceback" not in err
 
 
@@ -69,6 +70,7 @@ def test_first_signal_drains(launch):
     assert ("".join(stream.texts), stream.errors) == ("".join(word + " " for word in STORY), [])
     code, out, err = server.end()
     assert (code, out.strip()) == (0, "engine stopped")
+    assert err.splitlines()[-1] == "INFO:pw.serving:stopped"
     assert "Traceback" not in err
 
 
@@ -98,6 +100,7 @@ def test_second_signal_cuts_off(launch):
     asker.join(20)
     assert (code, out.strip()) == (1, "engine stopped")
     assert outcomes == [503]
+    assert "finish aborted" in err
     assert "Traceback" not in err
 
 
