@@ -69,17 +69,17 @@ def _rows(
 
 
 def tables(result: dict[str, Any]) -> str:
-    """Markdown."""
-    head = (
-        "text", "bits", "calibration", "variant", "KL", "KL over uniform [95 %]",
-        "KL over static [95 %]", "NLL over BF16", "NLL over static [95 %]",
-    )  # fmt: skip
-    rows = [
-        (
-            row["text"], row["budget_bits"], row["calibration"], row["variant"],
-            f"{row['kl']['mean']:.4f}", show(row["kl_over_uniform"]), show(row["kl_over_static"]),
-            f"{row['nll']['mean']:+.4f}", show(row["nll_over_static"]),
-        )
-        for row in result["rows"]
-    ]  # fmt: skip
-    return markdown(head, rows)
+    """Markdown: KL of each variant, and its distance from the static plan of the same tables."""
+    texts = list(dict.fromkeys(row["text"] for row in result["rows"]))
+    variants = list(dict.fromkeys((row["calibration"], row["variant"]) for row in result["rows"]))
+    value = {(r["calibration"], r["variant"], r["text"]): r for r in result["rows"]}
+    rows = []
+    for variant in variants:
+        found = [value[*variant, text] for text in texts]
+        cells = [f"{row['kl']['mean']:.4f}, {show(row['kl_over_static'])}" for row in found]
+        rows.append([*variant, *cells])
+    uniform = [value["mixed", "static", text] for text in texts]
+    cells = [f"{row['kl']['mean'] - row['kl_over_uniform']['mean']:.4f}" for row in uniform]
+    rows.append(["none", "uniform, blind steps", *cells])
+    head = [f"{text}: KL, over static [95 %]" for text in texts]
+    return markdown(["calibration", "variant", *head], rows)
