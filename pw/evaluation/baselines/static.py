@@ -20,7 +20,7 @@ from pw.planning.planner import PlannerState, allocate
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
-_GAP = 1e-6  # of the optimum, relative
+_GAP = 1e-4  # of the optimum, relative
 _SECONDS = 60.0
 
 
