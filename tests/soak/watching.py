@@ -112,19 +112,18 @@ async def read_status(client: httpx.AsyncClient) -> dict[str, Any]:
 
 
 async def rest(client: httpx.AsyncClient, processes: Processes, seconds: float = 60.0) -> Rest:
-    """Wait until nothing runs and all planes are back, then look.
+    """Wait until nothing has run or moved for five seconds, then look.
 
     Raises:
         TimeoutError: It does not come to rest.
     """
     deadline = time.monotonic() + seconds
-    last = -1.0
-    while True:
+    last, calm = -1.0, 0
+    while calm < 5:
         status = await read_status(client)
         quiet = not (status["open_sequences"] or status["running"] or status["moves_in_flight"])
-        if quiet and status["pages_kv"] == 0 and status["mean_bits"] == last:
-            break
-        last = status["mean_bits"]
+        quiet = quiet and status["pages_kv"] == 0 and status["mean_bits"] == last
+        calm, last = calm + 1 if quiet else 0, status["mean_bits"]
         if time.monotonic() > deadline:
             raise TimeoutError(f"not at rest after {seconds:.0f} s: {status}")
         await asyncio.sleep(1.0)
