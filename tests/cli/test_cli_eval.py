@@ -95,7 +95,7 @@ def test_a_budget_without_policies_holds_and_with_policies_is_for_those_that_ada
 ) -> None:
     done = evaluate(made, "--precision-policy", "static:2", "--memory-budget", "100kB")
     assert done.code == 4
-    assert "100,000 bytes is too small" in done.err
+    assert "(100,000 bytes) is too small" in done.err
     done = evaluate(
         made,
         "--policies",
@@ -110,7 +110,7 @@ def test_a_budget_without_policies_holds_and_with_policies_is_for_those_that_ada
     fixed, adaptive = json.loads(done.out)["rows"]
     assert fixed["error"] is None
     assert fixed["fits"] == []
-    assert "100,000 bytes is too small" in adaptive["error"]
+    assert "(100,000 bytes) is too small" in adaptive["error"]
 
 
 @pytest.mark.parametrize(

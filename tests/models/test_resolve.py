@@ -19,7 +19,10 @@ def test_local_names(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name", ["no-such-model", "./no/folder", "/no/folder", "a/b/c", "", "../x"]
 )
-def test_names_that_are_nothing_are_refused_without_asking_the_network(name: str) -> None:
+def test_names_that_are_nothing_are_refused_without_asking_the_network(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(ModelError) as caught:
         resolve_model(name)
     assert caught.value.message == f"no such model: `{name}`"

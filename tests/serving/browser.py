@@ -72,9 +72,15 @@ class Page:
         )
 
     def complaints(self) -> list[str]:
-        """Errors of the console: scripts that fail, what the content security policy refuses."""
+        """Errors of the console: scripts that fail, what the content security policy refuses.
+
+        What another server's page left in the log of the same browser does not count.
+        """
+        host = self.js("return location.host")
         return [
-            str(entry) for entry in self.driver.get_log("browser") if entry["level"] == "SEVERE"
+            str(entry)
+            for entry in self.driver.get_log("browser")
+            if entry["level"] == "SEVERE" and host in entry["message"]
         ]
 
 
