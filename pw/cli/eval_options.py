@@ -6,24 +6,19 @@ import importlib.util
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
-import typer
-
+from pw.cli.options import option
 from pw.errors import ConfigError
 
 if TYPE_CHECKING:
     from pw.evaluation.task_runs import TaskSettings
 
 
-def _option(panel: str, text: str, *names: str, metavar: str | None = None) -> Any:
-    return typer.Option(*names, help=text, metavar=metavar, rich_help_panel=panel)
-
-
-_text = partial(_option, "Text")
-_compare = partial(_option, "Comparison")
-_tasks = partial(_option, "Tasks")
-_output = partial(_option, "Output")
+_text = partial(option, "Text")
+_compare = partial(option, "Comparison")
+_tasks = partial(option, "Tasks")
+_output = partial(option, "Output")
 
 
 @dataclass(frozen=True)
