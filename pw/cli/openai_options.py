@@ -13,8 +13,8 @@ from pw.errors import ConfigError
 
 if TYPE_CHECKING:
     from pw.serving.context import ServingConfig
-    from pw.serving.defaults import SamplingDefaults
     from pw.serving.limits import ServingLimits
+    from pw.serving.openai.defaults import SamplingDefaults
 
 _api = partial(option, "OpenAI API")
 
@@ -146,7 +146,7 @@ class OpenAI:
         return keys
 
     def _defaults(self, path: Path) -> SamplingDefaults:
-        from pw.serving.defaults import SamplingDefaults
+        from pw.serving.openai.defaults import SamplingDefaults
 
         if self.generation_config == "pw":
             return SamplingDefaults()

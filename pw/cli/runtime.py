@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
     from pw.config import EngineConfig
     from pw.engine.request import EngineStatus
-    from pw.serving.engine_process import EngineProcess
     from pw.serving.listen import Endpoint
+    from pw.serving.process.engine_process import EngineProcess
 
 logger = logging.getLogger("pw.cli")
 
@@ -108,8 +108,8 @@ def serve(
     path = model_folder(model, runtime, quiet=common.quiet)
     api.check(path)
 
-    from pw.engine.wire import Load
-    from pw.serving.engine_process import EngineProcess
+    from pw.engine.process.wire import Load
+    from pw.serving.process.engine_process import EngineProcess
 
     load = Load(path.resolve(), config, logs.current(), server.queue_timeout)
     with EngineProcess.launch(load) as process:
@@ -147,7 +147,7 @@ def _serve(
     # The engine loads meanwhile.
     from pw.models.light import load_tokenizer_alone
     from pw.serving.limits import ServingLimits
-    from pw.serving.remote import RemoteEngine
+    from pw.serving.process.remote import RemoteEngine
     from pw.serving.server import serve as run
 
     try:
@@ -191,7 +191,7 @@ def _names(path: Path, model: str) -> list[str]:
 
 def _show_plan(status: EngineStatus, concurrency: Mapping[str, float]) -> None:
     """Where the budget goes, on stderr: a table, or a line where every line is JSON."""
-    from pw.serving.log_lines import memory_plan, memory_plan_fields
+    from pw.serving.operations.log_lines import memory_plan, memory_plan_fields
 
     if logs.current().style == "json":
         logger.info("memory plan", extra={"fields": memory_plan_fields(status, concurrency)})

@@ -9,12 +9,12 @@ from collections.abc import Sequence as Seq
 from tokenizers import Tokenizer
 
 from pw.config import EngineConfig
-from pw.engine.build import Parts
 from pw.engine.detokenizer import Decoder, Detokenizer, byte_tokens
-from pw.engine.precision import FixedPrecision
+from pw.engine.precision.policies import FixedPrecision
 from pw.engine.request import SamplingParams
-from pw.engine.sampling import make_generator
+from pw.engine.sampling.draw import make_generator
 from pw.engine.sequence import Sequence
+from pw.engine.start.build import Parts
 from pw.errors import ModelError, RequestError
 from pw.memory.page_table import WeightPageTable
 

@@ -1,6 +1,6 @@
 """An engine in a thread of its own, seen from asyncio: for programs that want it in their process.
 
-A server has it in another process (`pw.serving.remote`), behind the same interface.
+A server has it in another process (`pw.serving.process.remote`), behind the same interface.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from concurrent.futures import Future
 from typing import Any
 
 from pw.engine.engine import Engine
-from pw.engine.loop import EngineLoop
+from pw.engine.process.loop import EngineLoop
+from pw.engine.process.wire import EngineInfo
 from pw.engine.request import EngineStatus, RequestOutput, SamplingParams
-from pw.engine.wire import EngineInfo
 from pw.errors import RequestError
 
 logger = logging.getLogger(__name__)

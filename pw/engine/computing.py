@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 
 import torch
 
-from pw.engine.quality import Quality
+from pw.engine.precision.quality import Quality
 from pw.engine.request import TokenLogprob
 from pw.engine.runner import ModelRunner
-from pw.engine.sampler import Sampler
+from pw.engine.sampling.sampler import Sampler
 from pw.engine.sequence import Chunk, Sequence
 from pw.errors import EngineLostError
 

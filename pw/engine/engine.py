@@ -22,13 +22,11 @@ from typing import Any
 
 from pw.config import EngineConfig
 from pw.engine.admission import Admission
-from pw.engine.build import Parts, build_parts
 from pw.engine.completion import Completion, complete
 from pw.engine.computing import Computed, StepComputer
-from pw.engine.grammar_queue import GrammarQueue
 from pw.engine.outputs import Widths, accept_token, finish_without_token
-from pw.engine.policy import switch_policy
-from pw.engine.probe import refuse_overflow
+from pw.engine.precision.switch import switch_policy
+from pw.engine.process.wire import EngineInfo
 from pw.engine.request import (
     EngineStatus,
     FinishReason,
@@ -37,10 +35,12 @@ from pw.engine.request import (
     TokenLogprob,
 )
 from pw.engine.runner import PromptLogits
-from pw.engine.sampler import Sampler
+from pw.engine.sampling.grammar_queue import GrammarQueue
+from pw.engine.sampling.sampler import Sampler
 from pw.engine.sequence import Chunk, Sequence
+from pw.engine.start.build import Parts, build_parts
+from pw.engine.start.probe import refuse_overflow
 from pw.engine.status import Counters, concurrency, precision_map, snapshot
-from pw.engine.wire import EngineInfo
 from pw.errors import RequestError
 from pw.models.tokenizer import Tokenizer
 

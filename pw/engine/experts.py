@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from pw.blocks import ExpertGeometry
 from pw.engine.context import PrefillSpan, StepBatch
-from pw.engine.statistics import PromptStatistics
+from pw.engine.precision.statistics import PromptStatistics
 from pw.memory.arena import Arena
 from pw.memory.page_table import WeightPageTable
 from pw.models.experts import Activation

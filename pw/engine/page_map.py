@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pw.engine.build import Parts
+from pw.engine.start.build import Parts
 from pw.memory.pool import FREE, IDLE
 
 # Planes 0 to 7, LUTs, pages of raises under way, KV, free, free but with prefixes of late prompts.

@@ -12,8 +12,8 @@ from torch import Tensor
 from pw.engine.context import StepBatch
 from pw.engine.diagnosis import FiniteWatch
 from pw.engine.experts import RoutedExperts
-from pw.engine.logprobs import score
 from pw.engine.request import TokenLogprob
+from pw.engine.sampling.logprobs import score
 from pw.engine.sequence import Chunk
 from pw.memory.budget import SCORED_ROWS
 from pw.memory.kv_cache import KvCache

@@ -11,10 +11,10 @@ import torch
 from numpy.typing import NDArray
 
 from pw.engine.detokenizer import Detokenizer
-from pw.engine.grammar import GrammarState
+from pw.engine.precision.statistics import PromptStatistics
 from pw.engine.request import SamplingParams, TokenLogprob
-from pw.engine.statistics import PromptStatistics
-from pw.engine.token_counts import TokenCounts
+from pw.engine.sampling.grammar import GrammarState
+from pw.engine.sampling.token_counts import TokenCounts
 from pw.memory.kv_cache import KvSequence
 from pw.memory.prefix_cache import PrefixChain
 

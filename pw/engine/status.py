@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pw.config import EngineConfig
-from pw.engine.build import Parts
 from pw.engine.page_map import page_map
-from pw.engine.precision import FixedPrecision
+from pw.engine.precision.policies import FixedPrecision
 from pw.engine.request import BytesByClass, EngineStatus, FinishReason
+from pw.engine.start.build import Parts
 
 
 @dataclass

@@ -11,16 +11,16 @@ from starlette.middleware.cors import CORSMiddleware
 
 from pw import __version__
 from pw.serving.context import ServingConfig, ServingContext
-from pw.serving.control import control_router
 from pw.serving.document import describe
-from pw.serving.endpoints import generation_router
-from pw.serving.engine_protocol import AsyncEngineProtocol, TokenizerProtocol
 from pw.serving.errors import install_error_handlers
 from pw.serving.headers import HeaderLimit
 from pw.serving.limits import BodyLimit
 from pw.serving.middleware import HttpMetrics, RequestIdentity, RequireKey
-from pw.serving.operations import operations_router
-from pw.serving.tokenization import tokenization_router
+from pw.serving.openai.endpoints import generation_router
+from pw.serving.openai.tokenization import tokenization_router
+from pw.serving.operations.control import control_router
+from pw.serving.operations.routes import operations_router
+from pw.serving.process.engine_protocol import AsyncEngineProtocol, TokenizerProtocol
 
 
 def create_app(

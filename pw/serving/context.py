@@ -12,18 +12,18 @@ from typing import Any
 from pw import __version__
 from pw.engine.request import SamplingParams
 from pw.errors import ConfigError, RequestError
-from pw.serving.defaults import SamplingDefaults
-from pw.serving.engine_protocol import AsyncEngineProtocol, TokenizerProtocol
-from pw.serving.generation import Generation, SequenceSpec
-from pw.serving.grammars import GrammarChecker
-from pw.serving.health import STALL_SECONDS, Health
 from pw.serving.limits import AdmissionGate, ServingLimits
-from pw.serving.logprobs import TokenTexts
-from pw.serving.metrics import ServingMetrics
-from pw.serving.prompts import EncodedPrompt, PromptEncoder
-from pw.serving.tool_parsers import SYNTAXES
-from pw.serving.tools import ToolSettings
-from pw.serving.watch import Watch
+from pw.serving.openai.defaults import SamplingDefaults
+from pw.serving.openai.generation import Generation, SequenceSpec
+from pw.serving.openai.logprobs import TokenTexts
+from pw.serving.openai.prompts import EncodedPrompt, PromptEncoder
+from pw.serving.openai.tool_parsers import SYNTAXES
+from pw.serving.openai.tools import ToolSettings
+from pw.serving.operations.health import STALL_SECONDS, Health
+from pw.serving.operations.metrics import ServingMetrics
+from pw.serving.operations.watch import Watch
+from pw.serving.process.engine_protocol import AsyncEngineProtocol, TokenizerProtocol
+from pw.serving.structured.grammars import GrammarChecker
 
 logger = logging.getLogger("pw.serving")
 

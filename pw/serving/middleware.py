@@ -14,8 +14,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pw.errors import RequestError
 from pw.serving.errors import error_response
-from pw.serving.metrics import ServingMetrics
-from pw.serving.page import page_paths
+from pw.serving.operations.metrics import ServingMetrics
+from pw.serving.operations.page import page_paths
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 _KNOWN_METHODS = {"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"}

@@ -18,10 +18,10 @@ from fastapi import FastAPI
 
 from pw.serving.app import create_app
 from pw.serving.context import ServingConfig, ServingContext
-from pw.serving.engine_protocol import AsyncEngineProtocol, TokenizerProtocol
 from pw.serving.headers import MAX_HEADER_BYTES
 from pw.serving.limits import shutting_down
 from pw.serving.listen import Endpoint
+from pw.serving.process.engine_protocol import AsyncEngineProtocol, TokenizerProtocol
 
 logger = logging.getLogger("pw.serving")
 

@@ -10,8 +10,8 @@ import pytest
 from pw.cli.openai_options import OpenAI
 from pw.errors import ConfigError, ModelError
 from pw.serving.context import ServingConfig
-from pw.serving.defaults import SamplingDefaults
 from pw.serving.limits import ServingLimits
+from pw.serving.openai.defaults import SamplingDefaults
 from support.cli import run
 
 

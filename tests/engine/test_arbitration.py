@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from pw.engine import Engine
-from pw.engine import adaptive as adaptive_module
+from pw.engine.precision import adaptive as adaptive_module
 from pw.engine.request import SamplingParams
 from pw.planning.bits_file import write_bits
 from support.engines import open_engine, random_prompt, tight_budget

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from pw.engine import Completion, Engine
-from pw.engine.precision import FixedPrecision
+from pw.engine.precision.policies import FixedPrecision
 from pw.engine.request import SamplingParams
 from pw.errors import BudgetError, ConfigError, RequestError
 from pw.planning.bits_file import write_bits

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from pw.engine.logprobs import score
+from pw.engine.sampling.logprobs import score
 from pw.memory.budget import SCORED_ROWS
 
 V = 40

@@ -11,7 +11,7 @@ import torch
 
 from pw.engine import Engine
 from pw.engine.request import SamplingParams
-from pw.engine.sampler import Sampler
+from pw.engine.sampling.sampler import Sampler
 from pw.engine.sequence import Sequence
 from support.engines import VOCABULARY, open_engine, random_prompt, tight_budget
 

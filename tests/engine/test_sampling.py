@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from pw.engine.request import SamplingParams
-from pw.engine.sampling import make_generator, sample
+from pw.engine.sampling.draw import make_generator, sample
 
 V = 24
 CPU = torch.device("cpu")

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from pw.config import EngineConfig, PlannerConfig, PrecisionPolicy
-from pw.engine import wire
+from pw.engine.process import wire
 from pw.engine.request import (
     BytesByClass,
     EngineStatus,

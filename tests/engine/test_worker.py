@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from pw.engine import wire, worker
+from pw.engine.process import wire, worker
 from pw.engine.request import SamplingParams
 from support.step_engine import StepEngine
 

@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 
 from pw.blocks import BlockKey, BlockShape, ExpertGeometry
-from pw.engine.trace import TraceWriter, read_replay
+from pw.engine.precision.trace import TraceWriter, read_replay
 from pw.evaluation.demo.plot import plot_timeline
 from pw.evaluation.demo.snapshots import bits_at, spread
 from pw.evaluation.demo.timeline import Timeline

@@ -20,11 +20,11 @@ from typing import Any
 
 from pw.config import EngineConfig, PrecisionPolicy
 from pw.engine import AsyncEngine
+from pw.engine.process.wire import Load
 from pw.engine.request import SamplingParams
-from pw.engine.wire import Load
 from pw.logs import LogSettings
-from pw.serving.engine_process import EngineProcess
-from pw.serving.remote import RemoteEngine
+from pw.serving.process.engine_process import EngineProcess
+from pw.serving.process.remote import RemoteEngine
 from support.remote import launch
 from support.step_engine import StepEngine
 

@@ -12,7 +12,7 @@ from pw import logs
 from pw.serving.context import ServingConfig
 from pw.serving.limits import ServingLimits
 from pw.serving.listen import Endpoint
-from pw.serving.remote import RemoteEngine
+from pw.serving.process.remote import RemoteEngine
 from pw.serving.server import serve
 from support.remote import launch
 from tests.serving.fakes import WordTokenizer

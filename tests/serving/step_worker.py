@@ -5,7 +5,7 @@ import socket
 import sys
 
 from pw import logs
-from pw.engine import wire, worker
+from pw.engine.process import wire, worker
 from support.step_engine import StepEngine
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import pytest
 
 from pw.errors import ModelError
 from pw.serving.context import ServingConfig
-from pw.serving.defaults import SamplingDefaults
+from pw.serving.openai.defaults import SamplingDefaults
 from tests.serving.fakes import STORY
 
 TEXT = "".join(word + " " for word in STORY)

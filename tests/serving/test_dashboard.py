@@ -18,7 +18,7 @@ import httpx
 import pytest
 import uvicorn
 
-from pw.serving.page import page_paths
+from pw.serving.operations.page import page_paths
 from tests.serving.browser import Page, needs_browser, served
 from tests.serving.show_dashboard import KINDS, PAGE, MovingEngine, moving_app
 
@@ -67,7 +67,7 @@ def test_files_and_their_headers() -> None:
 
 
 def test_the_page_asks_nobody_else() -> None:
-    folder = Path(__file__).parents[2] / "pw" / "serving" / "dashboard"
+    folder = Path(__file__).parents[2] / "pw" / "serving" / "operations" / "dashboard"
     for file in folder.iterdir():
         text = file.read_text(encoding="utf-8").replace("http://www.w3.org/2000/svg", "")
         assert "http:" not in text, file

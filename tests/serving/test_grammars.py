@@ -14,8 +14,8 @@ import pytest
 import pw
 from pw.engine.request import Grammar
 from pw.errors import RequestError
-from pw.serving import grammars
-from pw.serving.grammars import GrammarChecker, Verdicts
+from pw.serving.structured import grammars
+from pw.serving.structured.grammars import GrammarChecker, Verdicts
 
 pytest.importorskip("xgrammar")
 

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from pw.serving.json_schema import MAX_DEPTH, normalized
-from pw.serving.schema_overlap import all_disjoint
+from pw.serving.structured.json_schema import MAX_DEPTH, normalized
+from pw.serving.structured.schema_overlap import all_disjoint
 
 CLOSED = {"additionalProperties": False}
 A = {"properties": {"a": {"type": "integer"}}}

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from pw.engine.request import Grammar
 from pw.errors import RequestError
-from pw.serving.output_formats import OutputFormats
+from pw.serving.structured.output_formats import OutputFormats
 
 INTEGER = {"type": "integer"}
 

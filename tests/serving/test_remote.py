@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
+from pw.engine.process.wire import Load
 from pw.engine.request import SamplingParams
-from pw.engine.wire import Load
 from pw.errors import PwError, RequestError, StoreError
 from pw.logs import LogSettings
-from pw.serving import remote
-from pw.serving.engine_process import EngineProcess
 from pw.serving.errors import GenerationError
+from pw.serving.process import remote
+from pw.serving.process.engine_process import EngineProcess
 from support.remote import FOREVER, SHORT, alive, launch, outputs, until, with_engine
 from support.step_engine import StepEngine
 

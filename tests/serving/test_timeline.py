@@ -12,16 +12,16 @@ import pytest
 from pw.config import format_bytes
 from pw.engine.request import BytesByClass, EngineStatus, RequestOutput
 from pw.logs import JsonFormatter
-from pw.serving.health import Progress
-from pw.serving.log_lines import (
+from pw.serving.operations.health import Progress
+from pw.serving.operations.log_lines import (
     RequestRecord,
     StatsLine,
     log_request,
     memory_plan,
     memory_plan_fields,
 )
-from pw.serving.metrics import SequenceTimer, ServingMetrics
-from pw.serving.timeline import Planned, Timeline
+from pw.serving.operations.metrics import SequenceTimer, ServingMetrics
+from pw.serving.operations.timeline import Planned, Timeline
 from tests.serving.fakes import FakeEngine
 
 QUIET = EngineStatus(pages_weights=60, pages_kv=10, pages_free=30, mean_bits=5.5)

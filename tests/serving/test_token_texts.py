@@ -9,7 +9,7 @@ import pytest
 import pw
 from pw.engine.request import TokenLogprob
 from pw.models.tokenizer import load_tokenizer
-from pw.serving.logprobs import CompletionLogprobs, TokenTexts
+from pw.serving.openai.logprobs import CompletionLogprobs, TokenTexts
 from tests.serving.fakes import WordTokenizer
 
 

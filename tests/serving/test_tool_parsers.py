@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from pw.serving.tool_parsers import SYNTAXES, CallList, MarkedCalls, NamedCall, ToolCall
+from pw.serving.openai.tool_parsers import SYNTAXES, CallList, MarkedCalls, NamedCall, ToolCall
 
 SCHEMAS = {
     "weather": {

@@ -12,7 +12,7 @@ import pw
 from pw.errors import ConfigError
 from pw.models.tokenizer import load_tokenizer
 from pw.serving.context import ServingConfig
-from pw.serving.tools import ToolSettings
+from pw.serving.openai.tools import ToolSettings
 from tests.serving.conftest import serving
 from tests.serving.fakes import FakeEngine, WordTokenizer
 

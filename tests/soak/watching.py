@@ -25,7 +25,9 @@ class Processes:
     def of_this_child(cls) -> Processes:
         """The one server that this process has started."""
         [server] = _children(os.getpid())
-        engine = next(pid for pid in _children(server) if "pw.engine.worker" in _command(pid))
+        engine = next(
+            pid for pid in _children(server) if "pw.engine.process.worker" in _command(pid)
+        )
         return cls(server, engine)
 
     def rss(self) -> tuple[int, int]:

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 from pw.config import EngineConfig
+from pw.engine.process.wire import Load
 from pw.engine.request import RequestOutput, SamplingParams
-from pw.engine.wire import Load
 from pw.logs import LogSettings
-from pw.serving.engine_process import EngineProcess
-from pw.serving.remote import RemoteEngine
+from pw.serving.process.engine_process import EngineProcess
+from pw.serving.process.remote import RemoteEngine
 
 SCRIPT = Path(__file__).parents[1] / "serving" / "step_worker.py"
 FOREVER = SamplingParams()

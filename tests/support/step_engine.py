@@ -1,4 +1,7 @@
-"""What `pw.engine.loop` needs of an engine, without a model: counts tokens, breaks when told to."""
+"""What `pw.engine.process.loop` needs of an engine, without a model.
+
+It counts tokens and breaks when told to.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,8 @@ from dataclasses import replace
 from typing import Any
 
 from pw.blocks import BlockShape, ExpertGeometry
+from pw.engine.process.wire import EngineInfo
 from pw.engine.request import BytesByClass, EngineStatus, RequestOutput, SamplingParams
-from pw.engine.wire import EngineInfo
 from pw.errors import EngineLostError, RequestError
 
 GEOMETRY = ExpertGeometry((0, 1), 4, 2, BlockShape(64, 32), BlockShape(32, 32))

@@ -16,7 +16,7 @@ import torch
 from rich.console import Console
 
 from pw.config import PrecisionPolicy
-from pw.engine.trace import read_replay
+from pw.engine.precision.trace import read_replay
 from pw.errors import PwError
 from pw.evaluation.demo.checks import Run, quality_checks, run_checks
 from pw.evaluation.demo.load import Answer, Passages, run_wave, send

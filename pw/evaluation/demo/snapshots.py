@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pw.blocks import ExpertGeometry
-from pw.engine.trace import Replay
+from pw.engine.precision.trace import Replay
 
 _COMMITS = ("reduce", "commit_raise")  # the other transitions change what is under way only
 

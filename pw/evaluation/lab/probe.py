@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pw.engine.statistics import ExactStatistics, LearnedStatistics, PromptStatistics
+from pw.engine.precision.statistics import ExactStatistics, LearnedStatistics, PromptStatistics
 from pw.evaluation.lab.model import LabModel
 from pw.models.dense import ExpertCall, ExpertObserver
 from pw.planning.residual import ExactResidual, ResidualHeads

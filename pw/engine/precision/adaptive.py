@@ -1,0 +1,236 @@
+"""Carries out what planner and pressure policy decide: who gives up planes, who gets them back.
+
+Decides nothing about quality (`pw.planning`) and copies nothing (`pw.memory.mover`). A transfer
+that fails changes nothing: the old width is served on, and its block rests for a while.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from dataclasses import replace
+
+import numpy as np
+
+from pw.blocks import MODULES
+from pw.config import PlannerConfig
+from pw.engine.precision.policies import PrecisionBase
+from pw.engine.precision.quality import Quality
+from pw.engine.precision.trace import TraceWriter
+from pw.engine.scheduler import Forecast
+from pw.errors import StoreError
+from pw.memory.mover import Mover
+from pw.memory.page_table import WeightPageTable
+from pw.memory.pool import PagePool
+from pw.planning.planner import Move, plan, plan_reload
+from pw.planning.pressure import HELD_UP, PressurePolicy
+from pw.planning.rebalance import rebalance
+
+logger = logging.getLogger(__name__)
+
+_REST_TURNS = 256  # before a block whose transfer failed is planned for again
+
+
+class AdaptivePrecision(PrecisionBase):
+    """Planes are given up when KV needs pages and come back when it does not."""
+
+    def __init__(
+        self,
+        table: WeightPageTable,
+        pool: PagePool,
+        mover: Mover,
+        trace: TraceWriter,
+        quality: Quality,
+        bounds: tuple[int, int],
+        config: PlannerConfig,
+    ) -> None:
+        super().__init__(table, pool, mover, trace, quality, bounds)
+        self._config = config
+        self._bounds = bounds
+        self._pressure = PressurePolicy(config, self._page_bytes)
+        self._rebalanced_at = 0
+        self._held_up = False  # dwell or transfer budget alone keep planes from coming back
+        self._raised_at = np.full(table.geometry.blocks, -(1 << 30), dtype=np.int64)
+
+    @property
+    def pending(self) -> bool:
+        """See `Precision`."""
+        return self._held_up or bool(self._table.in_transfer)
+
+    def hold(self, bits: int | None) -> None:
+        """Bring every block to one width, or with None go back to planning. Between two steps.
+
+        Wider blocks fall at once; narrower ones rise at the safe points, as pages are free.
+        """
+        self._min_bits, self._max_bits = self._bounds if bits is None else (bits, bits)
+        if self._table.in_transfer:
+            self._recall("policy")
+        for index, now in enumerate(self._table.committed.tolist()):
+            if now > self._max_bits:
+                self._try_reduce(Move(index, now, self._max_bits, 0, 0.0), "policy")
+
+    def release(self, pages: int, reason: str, *, last_resort: bool = False) -> int:
+        """See `pw.engine.scheduler.Relief`."""
+        recent = self._turn - self._raised_at < self._config.dwell_steps
+        # Pages of planes that nobody has read yet cost nothing; and their blocks take part again.
+        freed, failures = self._recall(reason) if self._table.in_transfer else 0, -1
+        while freed < pages and failures != self.failures:
+            failures = self.failures
+            with self._planning():
+                state = self._state(hard=last_resort)
+                target = (pages - freed) * self._page_bytes
+                found = plan(state, target, method=self._config.planner, protected=recent)
+            if not found.moves:
+                break
+            freed += sum(self._try_reduce(move, reason, last_resort) for move in found.moves)
+            self._note_plan(reason, found.moves, freed, pages)
+            self._pressure.note_release(self._turn)
+            if last_resort:
+                break
+        return freed
+
+    def _try_reduce(self, move: Move, reason: str, last_resort: bool = False) -> int:
+        """Pages freed; 0 if the narrower LUT cannot be read, which the base tree never needs."""
+        try:
+            return self._reduce(move.block, move.to_bits, move.damage, reason)
+        except (OSError, StoreError) as error:
+            self._note_failure(move, error)
+        base = self._table.layouts[move.block % len(MODULES)].base_bits
+        if last_resort and base >= self._least(hard=True):
+            return self._reduce(move.block, base, move.damage, reason)
+        return 0
+
+    def _note_failure(self, move: Move, error: Exception) -> None:
+        """Count a transfer that failed; its block rests at its old width."""
+        self.failures += 1
+        self._rests_until[move.block] = self._turn + _REST_TURNS
+        key = self._table.geometry.key(move.block)
+        logger.warning("%s stays at %d bits: %s", key, move.from_bits, error)
+        self._log("failed", move.block, move.from_bits, move.to_bits, 0, 0.0, str(error))
+
+    def safe_point(self, step: int, turn: int, forecast: Forecast, idle: bool) -> None:
+        """Commit what has landed, then let the pressure policy move planes."""
+        self._step, self._turn = step, turn
+        self._land(self._mover.poll())
+        below = int((self._max_bits - self._table.desired).clip(min=0).sum())
+        # Raises under way give the pages of narrower LUTs back when they land.
+        free = self._pool.free_count + self._table.pages_due()
+        decision = self._pressure.decide(
+            now_step=turn,
+            now_seconds=time.monotonic(),
+            pages_free=free,
+            pages_total=self._pool.num_pages,
+            forecast_pages=self._forecast_pages(free, forecast),
+            bits_below_max=below,
+            moving=bool(self._table.in_transfer),
+            idle=idle,
+        )
+        self._held_up = decision.reload_pages > 0 or decision.reason in HELD_UP
+        if decision.release_pages:
+            self.release(decision.release_pages, decision.reason)
+        elif decision.reload_pages:
+            if not self._reload(decision.reload_pages, decision.reason):
+                self._pressure.reload_refused(turn, decision)
+        elif below and not self._table.in_transfer and self._rebalance_is_due(turn):
+            self._rebalance()
+
+    def _forecast_pages(self, free: int, forecast: Forecast) -> int:
+        """Pages to keep free: planes are given up for sequences that run, and do not come back
+        over what the next one in the queue needs.
+        """
+        low = math.ceil(self._config.low_watermark * self._pool.num_pages) + 1
+        spare = max(0, free - forecast.running - low)
+        return forecast.running + min(forecast.waiting, spare)
+
+    def reach(self, bits: int, pages: int, alone: bool) -> str | None:
+        """See `Precision`. Blocks above give up what those below need."""
+        self.aim = 0
+        below = np.flatnonzero(self._table.committed < bits)
+        if not len(below):
+            return None
+        if bits > self._max_bits:
+            return f"the precision policy allows {self._max_bits} bits, {bits} are asked for"
+        if (self._rests_until[below] > self._turn).any():
+            return f"planes of some blocks cannot be read, so {bits} bits cannot be reached"
+        self.aim = bits
+        still = [index for index in below.tolist() if index not in self._table.in_transfer]
+        wanted = pages + sum(self._table.raise_pages(index, bits) for index in still)
+        if not alone and wanted > self._pool.free_count + self.releasable():
+            self.aim = 0  # running sequences keep their pages
+            return None
+        if wanted > self._pool.free_count:
+            self._give(wanted - self._pool.free_count)
+        self._raise_to(bits)
+        return None
+
+    def _give(self, pages: int) -> None:
+        """Let blocks above the bits that are aimed at give up pages for those below."""
+        with self._planning():
+            found = plan(self._state(hard=False), pages * self._page_bytes)
+        freed = sum(self._try_reduce(move, "floor") for move in found.moves)
+        if found.moves:
+            self._note_plan("floor", found.moves, freed, pages)
+
+    def _raise_to(self, bits: int) -> None:
+        """Start raises of blocks below `bits` as far as pages are free."""
+        state = self._state(hard=False)
+        state = replace(
+            state, ceil=np.where(state.bits < bits, np.minimum(bits, state.ceil), state.bits)
+        )
+        with self._planning():
+            found = plan_reload(state, self._pool.free_count * self._page_bytes)
+        started = [move for move in found.moves if self._start_raise(move, "floor")]
+        if started:
+            taken = sum(len(self._table.in_transfer[move.block].pages) for move in started)
+            self._note_plan("floor", tuple(started), taken, taken)
+
+    def _reload(self, pages: int, reason: str) -> bool:
+        """Start raises worth so many pages. False when no block's next plane fits."""
+        with self._planning():
+            found = plan_reload(self._state(hard=False), pages * self._page_bytes)
+        started = [move for move in found.moves if self._start_raise(move, reason)]
+        if started:
+            taken = sum(len(self._table.in_transfer[move.block].pages) for move in started)
+            self._note_plan(reason, tuple(started), taken, pages)
+        return bool(started)
+
+    def _rebalance_is_due(self, turn: int) -> bool:
+        every = self._config.rebalance_steps
+        return every > 0 and turn - self._rebalanced_at >= every
+
+    def _rebalance(self) -> None:
+        """Let planes change hands at constant bytes where routing or prompts have moved on."""
+        self._rebalanced_at = self._turn
+        bytes_at_most = self._config.transfer_budget_bytes // 4
+        with self._planning():
+            trade = rebalance(self._state(hard=False), bytes_at_most)
+        if trade is None:
+            return
+        free = self._pool.free_count
+        for move in trade.down.moves:
+            self._try_reduce(move, "rebalance")
+        spent = self._pool.free_count - free
+        started = [move for move in trade.up.moves if self._start_raise(move, "rebalance")]
+        self._note_plan("rebalance", (*trade.down.moves, *started), spent, spent)
+
+    def _start_raise(self, move: Move, reason: str) -> bool:
+        """Start a raise if its pages are free and its bytes can be read."""
+        if self._table.raise_pages(move.block, move.to_bits) > self._pool.free_count:
+            return False
+        try:
+            self._begin_raise(move.block, move.to_bits, move.damage, reason)
+        except (OSError, StoreError) as error:
+            self._note_failure(move, error)
+            return False
+        self._raised_at[move.block] = self._turn
+        return True
+
+    def _recall(self, reason: str) -> int:
+        """Take back the pages of raises under way."""
+        for index in list(self._table.in_transfer):
+            self._cancel_raise(index, reason)
+        free = self._pool.free_count
+        self._land(self._mover.drop(), reason)
+        self._pressure.note_release(self._turn)
+        return self._pool.free_count - free

@@ -1,0 +1,94 @@
+"""Next tokens of a step's sequences: logits through what changes them, then a draw."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pw.engine.outputs import blocked_tokens
+from pw.engine.request import TokenLogprob
+from pw.engine.sampling.draw import sample
+from pw.engine.sampling.grammar import constrain
+from pw.engine.sampling.logprobs import score
+from pw.engine.sampling.processors import bias, block, penalize
+from pw.engine.sequence import Sequence
+
+
+class Sampler:
+    """Chooses tokens. What a sequence needs for it lies in the sequence.
+
+    Args:
+        vocabulary: Tokens that have a text; no other is chosen.
+        eos_token_ids: Ids that end a text.
+    """
+
+    def __init__(self, vocabulary: int, eos_token_ids: frozenset[int]) -> None:
+        self._vocabulary, self._eos = vocabulary, eos_token_ids
+
+    def choose(self, ready: Seq[Sequence], logits: Tensor) -> list[int | None]:
+        """Next token of each sequence, None where its logits are not finite.
+
+        Args:
+            ready: [S] sequences at their ends.
+            logits: [S, V] as the model gave them; left as they are.
+        """
+        if not ready:
+            return []
+        finite = logits.sum(-1, dtype=torch.float32).isfinite().tolist()  # NaN and inf survive
+        tokens = sample(
+            self._changed(ready, logits[:, : self._vocabulary]),
+            [seq.params for seq in ready],
+            [seq.generator if ok else None for seq, ok in zip(ready, finite, strict=True)],
+        ).tolist()
+        return [token if ok else None for token, ok in zip(tokens, finite, strict=True)]
+
+    def score(
+        self, ready: Seq[Sequence], logits: Tensor, tokens: Seq[int | None]
+    ) -> list[TokenLogprob | None]:
+        """Log-probabilities of chosen tokens where they are wanted, from the model's own logits."""
+        rows = [
+            row
+            for row, (sequence, token) in enumerate(zip(ready, tokens, strict=True))
+            if token is not None and sequence.params.logprobs is not None
+        ]
+        scored: list[TokenLogprob | None] = [None] * len(ready)
+        if rows:
+            chosen = [token for row in rows if (token := tokens[row]) is not None]
+            counts = [ready[row].params.logprobs or 0 for row in rows]
+            entries = score(logits[rows], chosen, counts, self._vocabulary)
+            for row, entry in zip(rows, entries, strict=True):
+                scored[row] = entry
+        return scored
+
+    def _changed(self, ready: Seq[Sequence], logits: Tensor) -> Tensor:
+        """The logits after everything but temperature, in a copy if anything changes them."""
+        blocked = [blocked_tokens(sequence, self._eos) for sequence in ready]
+        params = [sequence.params for sequence in ready]
+        if not any(blocked) and not any(
+            its.penalized or its.logit_bias or its.grammar for its in params
+        ):
+            return logits
+        changed = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
+        changed.copy_(logits)
+        penalize(changed, ready)
+        bias(changed, ready)
+        rows = [row for row, sequence in enumerate(ready) if sequence.grammar is not None]
+        if rows:
+            self._constrain(changed, ready, blocked, rows)
+        block(changed, blocked)
+        return changed
+
+    def _constrain(
+        self, logits: Tensor, ready: Seq[Sequence], blocked: list[tuple[int, ...]], rows: list[int]
+    ) -> None:
+        """Leave to `rows` what their grammars allow; they take over what is blocked."""
+        words = np.zeros((len(rows), -(-self._vocabulary // 32)), dtype=np.int32)
+        for place, row in enumerate(rows):
+            grammar = ready[row].grammar
+            assert grammar is not None
+            grammar.fill(words, place, blocked[row])
+            blocked[row] = ()
+        constrain(logits, rows, words)

@@ -1,0 +1,1 @@
+"""How an engine comes to be: sources, memory demand, first widths, the parts put together."""

@@ -1,0 +1,1 @@
+"""The OpenAI surface: request bodies, prompts, generation, answers, tool calls."""

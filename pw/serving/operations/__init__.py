@@ -1,0 +1,1 @@
+"""What operators see and do: health, metrics, logs, live page, control routes."""

@@ -1,0 +1,1 @@
+"""The engine's process as the server sees it."""

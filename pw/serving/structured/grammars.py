@@ -1,0 +1,232 @@
+"""Grammars are tried in a process of their own before the engine sees them; see `grammar_worker`.
+
+A grammar that does not compile, or not in the time and memory it gets, is the request's error. The
+process starts in the background beside the server, as the compiler brings torch, which takes
+seconds to load; a grammar that comes earlier waits for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import importlib.util
+import logging
+import os
+import sys
+from asyncio.subprocess import PIPE, Process
+from collections import OrderedDict
+from pathlib import Path
+
+import orjson
+
+from pw.engine.request import Grammar
+from pw.errors import RequestError
+
+logger = logging.getLogger("pw.serving")
+
+CPU_SECONDS = 2.0
+MEMORY_BYTES = 512 << 20
+CACHE_BYTES = 1 << 20  # of verdicts
+MAX_WAITING = 32
+START_SECONDS = 120.0
+ANSWER_SECONDS = 60.0  # for a grammar and all that wait before it
+_ENTRY_BYTES = 256  # of a cached verdict, beside its text
+
+
+class Verdicts:
+    """What is known of grammars, the least recently used forgotten first.
+
+    Args:
+        max_bytes: Of all verdicts together.
+    """
+
+    def __init__(self, max_bytes: int = CACHE_BYTES) -> None:
+        self._max_bytes = max_bytes
+        self._known: OrderedDict[bytes, str] = OrderedDict()  # digest -> error, "" if it compiles
+        self.bytes = 0
+
+    def get(self, key: bytes) -> str | None:
+        """The verdict, or None."""
+        if key in self._known:
+            self._known.move_to_end(key)
+        return self._known.get(key)
+
+    def add(self, key: bytes, error: str) -> None:
+        """Remember one."""
+        if key in self._known:
+            return
+        self._known[key] = error
+        self.bytes += _ENTRY_BYTES + len(error)
+        while self.bytes > self._max_bytes:
+            _, dropped = self._known.popitem(last=False)
+            self.bytes -= _ENTRY_BYTES + len(dropped)
+
+
+class GrammarChecker:
+    """Tells whether a grammar compiles.
+
+    Args:
+        folder: Of the model's tokenizer; None where structured output is not offered.
+    """
+
+    def __init__(self, folder: Path | None) -> None:
+        self._folder = folder
+        self._verdicts = Verdicts()
+        self._trials: dict[bytes, asyncio.Task[str]] = {}
+        self._answers: dict[int, asyncio.Future[str]] = {}  # by the id of the job
+        self._jobs = 0
+        self._process: Process | None = None
+        self._starting = asyncio.Lock()
+        self._reader: asyncio.Task[None] | None = None
+        self._warming: asyncio.Task[None] | None = None
+        self._closed = False
+
+    @property
+    def offered(self) -> bool:
+        """Whether grammars can be followed here at all."""
+        return self._folder is not None and importlib.util.find_spec("xgrammar") is not None
+
+    def start(self) -> None:
+        """Start the process in the background. Called in the event loop, which does not wait."""
+        if self.offered:
+            self._warming = asyncio.create_task(self._warm())
+
+    async def _warm(self) -> None:
+        try:
+            async with asyncio.timeout(START_SECONDS):
+                await self._running()
+        except (RequestError, TimeoutError):  # the first grammar tries again, and is told
+            if not self._closed:
+                logger.warning("the grammar compiler does not start")
+
+    async def check(self, grammar: Grammar, param: str) -> None:
+        """Return if the engine can take the grammar.
+
+        Args:
+            grammar: To be tried.
+            param: The request field that it comes from.
+
+        Raises:
+            RequestError: 400 with the compiler's words, 503 when the worker is busy or broken.
+        """
+        if not self.offered:
+            raise RequestError(
+                "structured output is not available here",
+                code="unsupported_parameter",
+                param=param,
+                hint="install the server with `pagedweight[structured]`",
+            )
+        key = hashlib.blake2b(f"{grammar.kind}:{grammar.text}".encode(), digest_size=16).digest()
+        error = self._verdicts.get(key)
+        if error is None:
+            error = await asyncio.shield(self._trial(key, grammar))
+        if error:
+            raise RequestError(f"{param} cannot be followed: {error}", param=param)
+
+    async def close(self) -> None:
+        """End the process, and with it all trials."""
+        self._closed = True
+        process, self._process = self._process, None
+        if process is not None:
+            if process.returncode is None:
+                process.kill()
+            await process.wait()
+        if self._reader is not None:
+            await self._reader
+        waiting = [*self._trials.values(), *([self._warming] if self._warming else [])]
+        await asyncio.gather(*waiting, return_exceptions=True)
+
+    def _trial(self, key: bytes, grammar: Grammar) -> asyncio.Task[str]:
+        """The trial of a grammar, one for all who ask; it goes on when they leave."""
+        if key not in self._trials:
+            if len(self._trials) >= MAX_WAITING:
+                raise RequestError(
+                    f"{MAX_WAITING} grammars wait to be compiled",
+                    code="server_overloaded",
+                    status=503,
+                )
+            task = asyncio.create_task(self._try(key, grammar))
+            task.add_done_callback(lambda done: done.cancelled() or done.exception())
+            self._trials[key] = task
+        return self._trials[key]
+
+    async def _try(self, key: bytes, grammar: Grammar) -> str:
+        """The worker's verdict."""
+        try:
+            async with asyncio.timeout(START_SECONDS + ANSWER_SECONDS):
+                error = await self._ask(grammar)
+        except TimeoutError:
+            raise _unavailable("does not answer") from None
+        except ConnectionError:
+            raise _unavailable("has ended") from None
+        finally:
+            del self._trials[key]
+        self._verdicts.add(key, error)
+        return error
+
+    async def _ask(self, grammar: Grammar) -> str:
+        process = await self._running()
+        self._jobs += 1
+        job = {"id": self._jobs, "kind": grammar.kind, "text": grammar.text}
+        answer: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._answers[self._jobs] = answer
+        assert process.stdin is not None
+        process.stdin.write(orjson.dumps(job) + b"\n")
+        await process.stdin.drain()
+        return await answer
+
+    async def _running(self) -> Process:
+        """The process, started if there is none."""
+        async with self._starting:
+            if self._closed:
+                raise _unavailable("has ended")
+            if self._process is None or self._process.returncode is not None:
+                await self._start()
+            assert self._process is not None
+            return self._process
+
+    async def _start(self) -> None:
+        assert self._folder is not None
+        arguments = (str(self._folder), str(CPU_SECONDS), str(MEMORY_BYTES))
+        # One thread: a process with more cannot fork safely.
+        alone = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+        path = os.pathsep.join(filter(None, sys.path))
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            *("-P", "-m", "pw.serving.structured.grammar_worker", *arguments),
+            stdin=PIPE,
+            stdout=PIPE,
+            env=os.environ | alone | {"PYTHONPATH": path},
+            process_group=0,  # signals of a terminal are the server's
+        )
+        self._process = process  # from here on `close` ends it
+        if self._closed:
+            process.kill()
+        assert process.stdout is not None
+        if not await process.stdout.readline():
+            await process.wait()
+            raise _unavailable("does not start")
+        self._reader = asyncio.create_task(self._read(process))
+
+    async def _read(self, process: Process) -> None:
+        """Hand out verdicts until the process ends; then nobody waits any more."""
+        assert process.stdout is not None
+        while line := await process.stdout.readline():
+            verdict = orjson.loads(line)
+            answer = self._answers.pop(verdict["id"])
+            if answer.done():  # it came too late
+                continue
+            if verdict["bug"]:
+                logger.error("the grammar compiler's check failed: %s", verdict["error"])
+                answer.set_exception(_unavailable("has failed"))
+            else:
+                answer.set_result(verdict["error"])
+        await process.wait()
+        while self._answers:
+            _, answer = self._answers.popitem()
+            if not answer.done():
+                answer.set_exception(_unavailable("has ended"))
+
+
+def _unavailable(state: str) -> RequestError:
+    return RequestError(f"the grammar compiler {state}", code="engine_unavailable", status=503)
