@@ -293,7 +293,7 @@ print(process.pid, flush=True)
 @pytest.mark.parametrize("busy", [False, True])
 def test_an_engine_whose_server_is_killed_does_not_live_on(busy):
     hang = (
-        "from pw.engine import wire\n"
+        "from pw.engine.process import wire\n"
         "from pw.engine.request import SamplingParams\n"
         f"add = wire.Add('r', [{StepEngine.HANG}], SamplingParams())\n"
         "process.socket.sendall(wire.frame(add))\n"
