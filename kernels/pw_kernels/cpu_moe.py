@@ -231,6 +231,17 @@ def _combine(ids: Longs, experts: int, weights: Floats, slots: Floats, out: Floa
 
 
 @njit(cache=True, nogil=True)
+def _count(ids: Longs, weights: Floats, statistics: Floats) -> None:
+    """As `reference.count_routing`."""
+    for t in range(ids.shape[0]):
+        for j in range(ids.shape[1]):
+            expert, weight = ids[t, j], weights[t, j]
+            if 0 <= expert < statistics.shape[1]:
+                statistics[0, expert] += weight
+                statistics[1, expert] += weight * weight
+
+
+@njit(cache=True, nogil=True)
 def _experts(
     first: int,  # experts first to last - 1 are run
     last: int,
@@ -322,15 +333,19 @@ def fused_moe(
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
     observer: Observer | None = None,
+    statistics: Tensor | None = None,
 ) -> Tensor:
     """As `reference.fused_moe`, for gated experts with a named activation, on CPU tensors.
 
-    A batch that is taken in turns calls the observer once a turn for each expert.
+    A batch that is taken in turns calls the observer once a turn for each expert. To `statistics`,
+    [2, E] fp32, the router weights of each expert and their squares are added.
     """
     pitch, hidden_pitch = padded_cols(gate_up.cols), padded_cols(down.cols)
     before_rows, out_rows = padded_rows(gate_up.rows), padded_rows(down.rows)
     inputs, ids = _padded(x, pitch), topk_ids.contiguous().numpy()
     weights = topk_weights.float().contiguous().numpy()
+    if statistics is not None:
+        _count(ids, weights, statistics.numpy())
     shared = (
         arena.numpy(),
         gate_up.arrays,

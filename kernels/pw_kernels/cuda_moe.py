@@ -116,12 +116,14 @@ def fused_moe(
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
     statistics: Tensor | None = None,
+    live: Tensor | None = None,
     plan: Plan | None = None,
 ) -> Tensor:
     """As `reference.fused_moe`, for calls that `fits` takes; hidden is rounded to x's dtype.
 
     To `statistics`, [2, E] fp32, the router weights of each expert and their squares are added in
-    the same pass, in fixed point. `plan` overrides `choose_plan`.
+    the same pass, in fixed point. Tokens from live[0] on, an int32 on the device, are padding.
+    `plan` overrides `choose_plan`.
     """
     tokens, top_k = topk_ids.shape
     count, experts, device = tokens * top_k, gate_up.experts, x.device
@@ -131,13 +133,13 @@ def fused_moe(
     if plan is None and count >= PROMPT_SLOTS * experts:
         return cuda_prefill.fused_moe(
             x, topk_ids, topk_weights, arena, gate_up, down, activation=activation,
-            gate_up_bias=gate_up_bias, down_bias=down_bias, statistics=statistics,
+            gate_up_bias=gate_up_bias, down_bias=down_bias, statistics=statistics, live=live,
         )  # fmt: skip
     if plan is None:
         plan = choose_plan(count, experts, nvrtc.shared_bytes(device.index or 0))
     routed = route(
         topk_ids, topk_weights, (gate_up, down), _MMA_TOKENS * plan.token_tiles,
-        plan.classes[0][1], statistics,
+        plan.classes[0][1], statistics, live,
     )  # fmt: skip
     x, groups = x.contiguous(), len(routed.slots)
     hidden = torch.empty(count, down.cols, dtype=x.dtype, device=device)

@@ -48,10 +48,11 @@ def fused_moe(
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
     statistics: Tensor | None = None,
+    live: Tensor | None = None,
 ) -> Tensor:
     """As `cuda_moe.fused_moe`, for any number of tokens."""
     modules = (gate_up, down)
-    routed = route(topk_ids, topk_weights, modules, GROUP_SLOTS, MAX_BITS, statistics)
+    routed = route(topk_ids, topk_weights, modules, GROUP_SLOTS, MAX_BITS, statistics, live)
     count, top_k = topk_ids.numel(), topk_ids.shape[1]
     hidden = torch.empty(count, down.cols, dtype=x.dtype, device=x.device)
     results = torch.empty(count, down.rows, dtype=torch.float32, device=x.device)

@@ -35,6 +35,7 @@ class _Routing(ctypes.Structure):
         ("ranks", ctypes.c_void_p),
         ("counts", ctypes.c_void_p),
         ("statistics", ctypes.c_void_p),
+        ("live", ctypes.c_void_p),
         ("slot_count", ctypes.c_int),
         ("groups", ctypes.c_int),
         ("threshold", ctypes.c_int),
@@ -70,6 +71,7 @@ class Routed:
         counts: [E] int32 slots of each expert.
         ids: [T, k] int64.
         weights: [T, k] fp32.
+        live: [1] int32 tokens that are real; None: all are.
     """
 
     work: tuple[Tensor, Tensor]
@@ -77,6 +79,7 @@ class Routed:
     counts: Tensor
     ids: Tensor
     weights: Tensor
+    live: Tensor | None = None
 
 
 def route(
@@ -86,6 +89,7 @@ def route(
     size: int,
     threshold: int,
     statistics: Tensor | None,
+    live: Tensor | None = None,
 ) -> Routed:
     """Group the slots of each expert by `size`; widths up to `threshold` are the first class."""
     count, experts, device = topk_ids.numel(), modules[0].experts, topk_ids.device
@@ -100,13 +104,15 @@ def route(
         ids.data_ptr(), weights.data_ptr(), pair(*(m.bits.data_ptr() for m in modules)),
         pair(*(m.lut_offset.data_ptr() for m in modules)),
         pair(gate_up.data_ptr(), down.data_ptr()), slots.data_ptr(), ranks.data_ptr(),
-        counts.data_ptr(), 0 if statistics is None else statistics.data_ptr(), count, groups,
-        threshold,
+        counts.data_ptr(), _address(statistics), _address(live), count, groups, threshold,
     )  # fmt: skip
-    constants = {"EXPERTS": experts, "TOKENS": size, "THREADS": threads, "TOP_K": 1, "FLOAT16": 0}
+    constants = {
+        "EXPERTS": experts, "TOKENS": size, "THREADS": threads, "TOP_K": topk_ids.shape[1],
+        "FLOAT16": 0,
+    }  # fmt: skip
     kernel("routing.cu", "route", constants, device).launch((1,), threads, 0, arguments)
     work = (gate_up.view(2, groups, 4), down.view(2, groups, 4))
-    return Routed(work, slots.view(groups, size), counts, ids, weights)
+    return Routed(work, slots.view(groups, size), counts, ids, weights, live)
 
 
 def combine(results: Tensor, routed: Routed, out: Tensor) -> None:
@@ -118,8 +124,13 @@ def combine(results: Tensor, routed: Routed, out: Tensor) -> None:
     }  # fmt: skip
     pointers = (ctypes.c_void_p(t.data_ptr()) for t in (results, routed.ids, out))
     kernel("routing.cu", "combine", constants, out.device).launch(
-        (-(-width // 1024), tokens), 256, 0, *pointers, ctypes.c_int(width)
-    )
+        (-(-width // 1024), tokens), 256, 0, *pointers, ctypes.c_int(width),
+        ctypes.c_void_p(_address(routed.live)),
+    )  # fmt: skip
+
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
 
 
 def shape_constants(pages: WeightPages, page_bytes: int) -> dict[str, int]:

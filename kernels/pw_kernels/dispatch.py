@@ -25,6 +25,7 @@ _VECTOR = 16  # head sizes that the numba attention takes are multiples of this
 _KV_DTYPES = (torch.float32, torch.bfloat16)
 _WIDEST_HEAD = 512  # that the Triton attention takes
 _MOE = {"numba": "cpu_moe", "triton": "triton_moe", "cuda": "cuda_moe"}
+_COUNTING = ("numba", "cuda")  # add up routing statistics themselves
 _ATTENTION = {"numba": "cpu_attention", "triton": "triton_attention"}
 
 
@@ -52,6 +53,7 @@ def fused_moe(
     down_bias: Tensor | None = None,
     observer: Observer | None = None,
     statistics: Tensor | None = None,
+    live: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
     """Run the routed experts of one layer; arguments as in `reference.fused_moe`.
@@ -59,6 +61,8 @@ def fused_moe(
     A callable activation and experts without a gate are the reference's alone; the GPU kernels
     take no observer. To `statistics`, [2, E] fp32, the router weights that each expert received
     and their squares are added: on CUDA in the pass that groups the tokens, without a wait.
+    Rows of x from live[0] on ([1] int32, on the device) are padding: no expert reads them, they are
+    not counted and their result is zero.
 
     Raises:
         ValueError: The named backend cannot take these arguments, or is not installed.
@@ -82,6 +86,10 @@ def fused_moe(
     assert module is not None  # _choose has imported it
     extra: dict[str, Any] = {} if observer is None else {"observer": observer}
     if name == "cuda":
+        extra["live"] = live
+    elif live is not None:
+        topk_ids = reference.only_live(topk_ids, live)
+    if name in _COUNTING:
         extra["statistics"] = statistics
     elif statistics is not None:
         reference.count_routing(statistics, topk_ids, topk_weights)

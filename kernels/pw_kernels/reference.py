@@ -115,6 +115,12 @@ def count_routing(statistics: Tensor, topk_ids: Tensor, topk_weights: Tensor) ->
     statistics[1].index_add_(0, ids, weights * weights)
 
 
+def only_live(topk_ids: Tensor, live: Tensor) -> Tensor:
+    """Expert ids [T, k] with -1, no expert, in the rows from live[0] on: padding of a batch."""
+    rows = torch.arange(topk_ids.shape[0], device=topk_ids.device)
+    return torch.where(rows[:, None] < live, topk_ids, -1)
+
+
 def activate(hidden: Tensor, activation: Activation, width: int) -> Tensor:
     """Apply an activation to gate_up outputs: [S, 2I] gated or [S, I] plain, to [S, I]."""
     if not isinstance(activation, str):

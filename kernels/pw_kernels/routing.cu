@@ -19,6 +19,7 @@ struct Routing {
   int* ranks;             // [S] scratch
   int* counts;            // [EXPERTS] slots of each expert; or null
   float* statistics;      // [2, EXPERTS] sums of weights and squares, added to; or null
+  const int* live;        // [1] tokens that are real, the others have no expert; or null: all are
   int slot_count, groups, threshold;   // S, G, widest width of class 0
 };
 
@@ -47,7 +48,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) route(Routing a) {
   for (int e = threadIdx.x; e < EXPERTS; e += THREADS) { counts[e] = 0; mass[e] = 0; square[e] = 0; }
   for (int i = threadIdx.x; i < a.groups * TOKENS; i += THREADS) a.slots[i] = a.slot_count;
   __syncthreads();
-  for (int s = threadIdx.x; s < a.slot_count; s += THREADS) {
+  int count = a.live ? min(a.live[0] * TOP_K, a.slot_count) : a.slot_count;
+  for (int s = threadIdx.x; s < count; s += THREADS) {
     long long e = a.ids[s];
     if (e < 0 || e >= EXPERTS) continue;
     a.ranks[s] = atomicAdd(&counts[e], 1);
@@ -86,7 +88,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) route(Routing a) {
     int list = i / a.groups, place = i % a.groups;
     if (place >= (int)(listed >> 16 * list & 0xFFFF)) a.work[list >> 1][(list & 1) * a.groups + place] = make_int4(0, -1, 0, 0);
   }
-  for (int s = threadIdx.x; s < a.slot_count; s += THREADS) {
+  for (int s = threadIdx.x; s < count; s += THREADS) {
     long long expert = a.ids[s];
     if (expert >= 0 && expert < EXPERTS) a.slots[first[expert] * TOKENS + a.ranks[s]] = s;
   }
@@ -103,11 +105,14 @@ __device__ u16 narrow(float v) {
 }
 
 // out [T, width] = weighted results [S, width] of each token, added in slot order; width a multiple of 4.
-extern "C" __global__ void __launch_bounds__(256) combine(const float4* results, const long long* ids, ushort4* out, int width) {
+// Zero for tokens from live[0] on.
+extern "C" __global__ void __launch_bounds__(256) combine(const float4* results, const long long* ids, ushort4* out, int width,
+                                                          const int* live) {
   int column = blockIdx.x * 256 + threadIdx.x;
   if (column >= width / 4) return;
   float4 sum = make_float4(0, 0, 0, 0);
-  for (int j = 0; j < TOP_K; j++) {
+  int experts = live && (int)blockIdx.y >= live[0] ? 0 : TOP_K;
+  for (int j = 0; j < experts; j++) {
     u64 slot = (u64)blockIdx.y * TOP_K + j;
     long long e = ids[slot];
     if (e < 0 || e >= EXPERTS) continue;

@@ -201,6 +201,23 @@ def test_routing_statistics() -> None:
 
 @pytest.mark.gpu
 @on_gpu
+@pytest.mark.parametrize("tokens", [5, 300])
+def test_padding_has_no_expert_and_counts_for_nothing_on_the_gpu(tokens: int) -> None:
+    call = Call([3, 4, 5, 8], 256, 64, tokens=tokens)
+    plan = cuda_moe.choose_plan(2 * tokens, 4)
+    counted, expected = torch.zeros(2, 4).cuda(), torch.zeros(2, 4).cuda()
+    live = torch.tensor([tokens - 2], dtype=torch.int32).cuda()
+    padded = call(statistics=counted, live=live, plan=plan)
+    call.x, call.ids, call.weights = (
+        part[: tokens - 2] for part in (call.x, call.ids, call.weights)
+    )
+    assert torch.equal(padded[: tokens - 2], call(statistics=expected, plan=plan))
+    assert not padded[tokens - 2 :].any()
+    assert torch.equal(counted, expected)
+
+
+@pytest.mark.gpu
+@on_gpu
 def test_a_captured_graph_follows_bits_and_routing() -> None:
     call = Call([8] * 6, 256, 64, tokens=6)
     call()

@@ -121,6 +121,28 @@ def test_routing_statistics_add_up_for_every_backend() -> None:
         assert (statistics[1] - 1 < want).all()  # squares of weights below one
 
 
+@pytest.mark.parametrize("backend", ["reference", "numba", "triton"])
+@pytest.mark.parametrize("live", [0, 1, 3])
+def test_padding_has_no_expert_and_counts_for_nothing(backend: str, live: int) -> None:
+    arena = testing.ScatteredArena(60, 4096)
+    blocks = [testing.random_blocks(arena, *shape, [4, 3]) for shape in ((64, 128), (128, 32))]
+    x, ids, weights = torch.randn(3, 128), torch.tensor([[0, 1], [1, 0], [0, 1]]), torch.rand(3, 2)
+    how: Any = {"lut_dtype": torch.bfloat16, "activation": "silu", "backend": backend}
+
+    def call(x: Any, *routing: Any, **extra: Any) -> Any:
+        statistics = torch.zeros(2, 2)
+        out = dispatch.fused_moe(
+            x, *routing, arena.data, *blocks, **how, statistics=statistics, **extra
+        )
+        return out, statistics
+
+    padded, counted = call(x, ids, weights, live=torch.tensor([live], dtype=torch.int32))
+    alone, expected = call(x[:live], ids[:live], weights[:live])
+    assert torch.equal(padded[:live], alone)
+    assert not padded[live:].any()
+    assert torch.equal(counted, expected)
+
+
 def test_import_costs_torch_alone() -> None:
     code = (
         "import sys; from pw_kernels import dispatch;"
