@@ -12,7 +12,7 @@ from starlette.middleware.cors import CORSMiddleware
 from pw import __version__
 from pw.serving.context import ServingConfig, ServingContext
 from pw.serving.document import describe
-from pw.serving.errors import install_error_handlers
+from pw.serving.errors import CatchAll, install_error_handlers
 from pw.serving.headers import HeaderLimit
 from pw.serving.limits import BodyLimit
 from pw.serving.middleware import HttpMetrics, RequestIdentity, RequireKey
@@ -71,6 +71,7 @@ def create_app(
     )
     app.add_middleware(HttpMetrics, metrics=context.metrics)
     app.add_middleware(HeaderLimit)
+    app.add_middleware(CatchAll, retry_after=retry_after)
     app.add_middleware(RequestIdentity)
     if allowed_origins:  # a browser's question whether it may ask carries no key
         app.add_middleware(

@@ -12,6 +12,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pw.errors import RequestError
 from pw.serving.wire import JsonResponse
@@ -78,7 +79,7 @@ def error_response(
 def install_error_handlers(
     app: FastAPI, *, retry_after: int, on_refusal: Callable[[str], None]
 ) -> None:
-    """Answer every exception of the app in OpenAI's shape.
+    """Answer every known failure of the app in OpenAI's shape; `CatchAll` does the others.
 
     Args:
         app: The app to change.
@@ -105,20 +106,47 @@ def install_error_handlers(
     async def gone(_request: Request, _error: Exception) -> Response:
         return Response(status_code=CLIENT_CLOSED_REQUEST)
 
-    async def bug(request: Request, error: Exception) -> Response:
-        # Starlette raises the error again after this answer, so that its traceback is logged.
-        headers = {"x-request-id": request.scope.get("pw.request_id", "")}
-        return error_response(error, retry_after=retry_after, headers=headers)
+    async def failed(_request: Request, error: Exception) -> Response:
+        return error_response(error, retry_after=retry_after)
 
     handlers: dict[type[Exception], Callable[[Request, Exception], Awaitable[Response]]] = {
         RequestError: refused,
         RequestValidationError: invalid,
         HTTPException: framework,
         ClientDisconnect: gone,
-        Exception: bug,
+        GenerationError: failed,
     }
     for kind, handler in handlers.items():
         app.add_exception_handler(kind, handler)
+
+
+class CatchAll:
+    """ASGI middleware: a bug becomes an ordinary 500, its traceback one record of ours.
+
+    The framework's own answer to a bug raises it again, which makes uvicorn log it once more and
+    close a connection that the client may just be using for its next request.
+    """
+
+    def __init__(self, app: ASGIApp, retry_after: int) -> None:
+        self._app, self._retry_after = app, retry_after
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on; what has begun to be answered can only be broken off."""
+        started = False
+
+        async def noted(message: Message) -> None:
+            nonlocal started
+            started = started or message["type"] == "http.response.start"
+            await send(message)
+
+        try:
+            await self._app(scope, receive, noted)
+        except Exception as error:
+            if started or scope["type"] != "http":
+                raise
+            logger.exception("request %s failed", scope.get("pw.request_id", ""))
+            response = error_response(error, retry_after=self._retry_after)
+            await response(scope, receive, send)
 
 
 def validation_error(error: RequestValidationError) -> RequestError:

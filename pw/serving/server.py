@@ -25,6 +25,9 @@ from pw.serving.process.engine_protocol import AsyncEngineProtocol, TokenizerPro
 
 logger = logging.getLogger("pw.serving")
 
+# Longer than clients and proxies keep an idle connection (httpx 5 s, nginx and balancers 60 s): who
+# closes first must be they, or their next request meets a connection that is being closed.
+KEEP_ALIVE_SECONDS = 75
 CLOSE_SECONDS = 2.0  # for the last bytes of answers, after all sequences have ended
 CUT_OFF_SECONDS = 0.5  # ... after they were cut off
 ENGINE_FAILED_SECONDS = 2.0  # for clients to be told
@@ -91,6 +94,7 @@ def _uvicorn_config(app: FastAPI, endpoint: Endpoint) -> uvicorn.Config:
         access_log=False,  # each generation has its own line
         server_header=False,
         h11_max_incomplete_event_size=MAX_HEADER_BYTES,
+        timeout_keep_alive=KEEP_ALIVE_SECONDS,
         timeout_graceful_shutdown=int(2 * CLOSE_SECONDS),  # connections are dropped before
         root_path=endpoint.root_path,
         ssl_certfile=endpoint.ssl_certfile,

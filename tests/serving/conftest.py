@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,6 +16,8 @@ import uvicorn
 
 from pw.serving.app import create_app
 from pw.serving.context import ServingConfig, ServingContext
+from pw.serving.server import KEEP_ALIVE_SECONDS
+from support.patience import PATIENCE
 from tests.serving.browser import driver  # noqa: F401 - a fixture
 from tests.serving.fakes import FakeEngine, WordTokenizer
 
@@ -49,7 +52,11 @@ def serving(
     engine = engine or FakeEngine()
     config = config or ServingConfig(("fake", "alias"), artifact_hash="0123456789abcdef")
     app = create_app(engine, tokenizer or WordTokenizer(), config)
-    server = uvicorn.Server(uvicorn.Config(app, port=0, log_config=None, ws="none"))
+    server = uvicorn.Server(
+        uvicorn.Config(
+            app, port=0, log_config=None, ws="none", timeout_keep_alive=KEEP_ALIVE_SECONDS
+        )
+    )
     thread = threading.Thread(target=lambda: asyncio.run(server.serve()))
     thread.start()
     while not server.started:
@@ -60,7 +67,7 @@ def serving(
     url = f"http://127.0.0.1:{port}"
     try:
         with (
-            httpx.Client(base_url=url, timeout=20) as http,
+            httpx.Client(base_url=url, timeout=PATIENCE) as http,
             openai.OpenAI(base_url=f"{url}/v1", api_key=api_key, max_retries=0) as client,
         ):
             yield Served(url, engine, app.state.context, paths, http, client)
@@ -75,6 +82,14 @@ def served() -> Iterator[Served]:
     """A server that most tests of a file share; each must leave it as it was."""
     with serving() as running:
         yield running
+
+
+def wait_for(condition: Callable[[], object]) -> None:
+    """Until it holds."""
+    end = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.005)
 
 
 @pytest.fixture

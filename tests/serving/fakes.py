@@ -1,4 +1,4 @@
-"""A 60-line engine and a word tokenizer, with no model and no transformers behind them."""
+"""A small engine and a word tokenizer, with no model and no transformers behind them."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ class FakeEngine:
     """
 
     REFUSE, BREAK, RAISE, ABORT, MUTE, DIE, UNABLE = 900, 901, 902, 903, 904, 905, 906
+    HOLD = 907  # says three words, then nothing more until it is aborted
 
     def __init__(self, step_seconds: float = 0.0, max_model_len: int = 4096) -> None:
         self.step_seconds = step_seconds
@@ -89,7 +90,8 @@ class FakeEngine:
             for output in self._prompt_logprobs(request_id, prompt, params.prompt_logprobs):
                 yield output
         while True:
-            await asyncio.sleep(3600 if self.MUTE in prompt else self.step_seconds)
+            silent = self.MUTE in prompt or (self.HOLD in prompt and done == 3)
+            await asyncio.sleep(3600 if silent else self.step_seconds)
             if done == 3 and self.UNABLE in prompt:
                 code = "precision_unavailable"
                 yield RequestOutput(request_id, finish_reason="error", error="no", error_code=code)

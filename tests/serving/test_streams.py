@@ -14,6 +14,8 @@ from pw.engine.request import RequestOutput
 from pw.serving.connection import EventStream
 from pw.serving.context import ServingConfig
 from pw.serving.limits import ServingLimits
+from support.patience import PATIENCE, run_in_virtual_time
+from tests.serving.conftest import wait_for
 from tests.serving.fakes import FakeEngine
 
 COMPLETIONS = "/v1/completions"
@@ -24,22 +26,51 @@ def limited(**fields):
 
 
 def test_silence_is_broken_by_comments(start):
+    """A word is said when the comment that it waits for has come; before the first, too."""
+
+    class Waits(FakeEngine):
+        may_say = 0
+
+        async def _words(self, *arguments):
+            said = 0
+            async for output in super()._words(*arguments):
+                while said >= Waits.may_say:
+                    await asyncio.sleep(0.005)
+                said += 1
+                yield output
+
     body = {"prompt": "1", "max_tokens": 3, "stream": True}
-    with start(FakeEngine(step_seconds=0.25), config=limited(sse_ping_interval=0.1)) as served:
-        text = served.http.post(COMPLETIONS, json=body).text
-        events = text.split("\n\n")
-        assert text.startswith(": ping\n\n")  # before the first token, too
-        assert events.count(": ping") >= 3
-        assert len([event for event in events if event.startswith("data: {")]) == 3
-        assert events[-2:] == ["data: [DONE]", ""]
+    with start(Waits(), config=limited(sse_ping_interval=0.1)) as served:
+        pings, events = 0, []
+        with served.http.stream("POST", COMPLETIONS, json=body) as answer:
+            for line in answer.iter_lines():
+                if line == ": ping":
+                    pings += 1
+                    Waits.may_say = len(events) + 1
+                elif line:
+                    events.append(line)
+        assert pings >= 3
+        assert len(events) == 4
+        assert events[-1] == "data: [DONE]"
         parsed = served.openai.completions.create(model="fake", **body)
         assert len(list(parsed)) == 3
 
 
-def test_no_comments_while_tokens_come(start):
-    with start(FakeEngine(step_seconds=0.02), config=limited(sse_ping_interval=0.5)) as served:
-        body = {"prompt": "1", "max_tokens": 10, "stream": True}
-        assert ": ping" not in served.http.post(COMPLETIONS, json=body).text
+@pytest.mark.parametrize(("gap", "comments"), [(14.0, 0), (31.0, 20)])
+def test_comments_come_after_silence_only(gap, comments):
+    sent = []
+
+    async def send(message):
+        sent.append(message.get("body", b""))
+
+    async def events():
+        for number in range(10):
+            await asyncio.sleep(gap)
+            yield {"number": number}
+
+    run_in_virtual_time(stream_of(events(), 15.0, send))
+    assert sent.count(b": ping\n\n") == comments
+    assert len([body for body in sent if body.startswith(b"data: {")]) == 10
 
 
 def test_a_refusal_before_the_first_token_has_a_status(start):
@@ -55,7 +86,7 @@ def test_a_request_ends_at_its_deadline(start, stream, prompt):
     with start(FakeEngine(step_seconds=0.15), config=limits) as served:
         begin = time.monotonic()
         answer = served.http.post(COMPLETIONS, json={"prompt": prompt, "stream": stream})
-        assert 0.3 < time.monotonic() - begin < 10
+        assert 0.3 < time.monotonic() - begin < PATIENCE
         if stream:
             *_, last, end = answer.text.split("\n\n")
             assert end == ""
@@ -100,11 +131,7 @@ def test_a_client_that_reads_nothing_is_given_up(start):
                 b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
                 + f"content-length: {len(body)}\r\n\r\n{body}".encode()
             )
-            deadline = time.monotonic() + 20
-            while not engine.aborted and time.monotonic() < deadline:
-                time.sleep(0.05)
-            assert engine.aborted
-            assert served.context.gate.open_sequences == 0
+            wait_for(lambda: engine.aborted and served.context.gate.open_sequences == 0)
             produced = Chatty.produced
             time.sleep(0.1)
             assert Chatty.produced == produced  # nobody fills a buffer any more
@@ -125,15 +152,18 @@ def test_a_comment_never_cuts_into_an_event():
             yield {"number": number}
             await asyncio.sleep(0.04)
 
-    async def receive():
-        await asyncio.sleep(60)
-
-    async def run():
-        stream = EventStream(
-            events(), AsyncExitStack(), headers={}, ping_interval=0.01, send_timeout=5
-        )
-        await stream({}, receive, send)
-
-    asyncio.run(run())
+    run_in_virtual_time(stream_of(events(), 0.01, send))
     assert sent[::2].count(b"<: ping") >= 3
     assert sent[1::2] == [b">"] * (len(sent) // 2)
+
+
+async def stream_of(events, ping_interval, send):
+    """Send events to a client that stays."""
+
+    async def receive():
+        await asyncio.sleep(3600)
+
+    stream = EventStream(
+        events, AsyncExitStack(), headers={}, ping_interval=ping_interval, send_timeout=5
+    )
+    await stream({}, receive, send)

@@ -1,0 +1,42 @@
+"""How long tests wait, and clocks that do not: nothing here depends on how fast a machine is."""
+
+from __future__ import annotations
+
+import asyncio
+import selectors
+from collections.abc import Coroutine
+from typing import Any
+
+PATIENCE = 120.0  # seconds; for what comes at once on a machine that is not ten times too slow
+SLOWER = 10.0
+
+
+def allowed(seconds: float) -> float:
+    """The bound for what is promised within `seconds`, on machines far slower than promised for."""
+    return SLOWER * seconds
+
+
+class _Leaping(selectors.SelectSelector):
+    """Where it would sleep, time passes at once; each turn takes a microsecond, too."""
+
+    now = 0.0  # seconds
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        events = super().select(0)
+        self.now += 1e-6 if events else max(1e-6, timeout or 0.0)
+        return events
+
+
+class _VirtualTimeLoop(asyncio.SelectorEventLoop):
+    def __init__(self) -> None:
+        self._leaping = _Leaping()
+        super().__init__(self._leaping)
+
+    def time(self) -> float:
+        return self._leaping.now
+
+
+def run_in_virtual_time(main: Coroutine[Any, Any, Any]) -> Any:
+    """`asyncio.run` with a clock on which computing takes next to no time and sleeping all of it."""
+    with asyncio.Runner(loop_factory=_VirtualTimeLoop) as runner:
+        return runner.run(main)
