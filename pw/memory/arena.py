@@ -10,6 +10,7 @@ from torch import Tensor
 
 MIN_PAGE_BYTES = 4096
 MAX_PAGE_BYTES = 1 << 21
+STAGING_BYTES = 4 << 20  # on a GPU: of the buffer through which `Arena.write` goes
 MAX_PAGE_TOKENS = 64  # of the widest layer: a sequence leaves half a page of each layer empty
 _TOLERATED_PADDING = 0.02  # of the bytes stored: larger pages are cheaper to keep books on
 
@@ -31,8 +32,11 @@ class Arena:
             # The operating system gives zeroed memory when it is first touched: a roomy budget
             # costs what is used of it.
             self.pages = torch.from_numpy(np.zeros((num_pages, page_bytes), dtype=np.uint8))
+            self._staging = None
         else:
             self.pages = torch.zeros(num_pages, page_bytes, dtype=torch.uint8, device=device)
+            size = (max(1, STAGING_BYTES // page_bytes), page_bytes)
+            self._staging = torch.empty(size, dtype=torch.uint8, device=device)
 
     @property
     def num_pages(self) -> int:
@@ -44,14 +48,23 @@ class Arena:
         return self.pages.view(dtype)
 
     def write(self, page_ids: list[int], data: Tensor) -> None:
-        """Fill pages, whole, in order on the current stream.
+        """Fill pages, whole, in order on the current stream. Waits for nothing if `data` is pinned.
 
         Args:
             page_ids: Pages to fill.
             data: [len(page_ids), page_bytes] uint8, on the host or the device.
         """
-        index = torch.tensor(page_ids, dtype=torch.int64, device=self.pages.device)
-        self.pages.index_copy_(0, index, data.to(self.pages.device, non_blocking=True))
+        if self._staging is None:
+            self.pages.index_copy_(0, torch.tensor(page_ids, dtype=torch.int64), data)
+            return
+        step, pages = len(self._staging), self.as_dtype(torch.int64)
+        for start in range(0, len(page_ids), step):
+            part = data[start : start + step]
+            ids = torch.tensor(page_ids[start : start + step], pin_memory=True)
+            staged = self._staging[: len(part)]
+            staged.copy_(part, non_blocking=True)
+            index = ids.to(self.pages.device, non_blocking=True)
+            pages.index_copy_(0, index, staged.view(torch.int64))
 
 
 def pages_for(num_bytes: int, page_bytes: int) -> int:

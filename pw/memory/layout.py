@@ -67,6 +67,10 @@ class BlockLayout:
         end = self.lut_offset(self.base_bits) + lut_bytes(self.shape.rows, self.base_bits)
         return pages_for(end, self.page_bytes)
 
+    def lut_bytes(self, bits: int) -> int:
+        """Bytes of the LUT of a width, padding to tiles included."""
+        return lut_bytes(self.shape.rows, bits)
+
     def lut_pages(self, bits: int) -> int:
         """Pages of the LUT of a width above the base, 0 for a width in the base."""
         if bits <= self.base_bits:

@@ -15,16 +15,18 @@ The tensors that kernels read (`pages_of`) keep their addresses for life.
 from __future__ import annotations
 
 import hashlib
+import math
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from pw.blocks import MODULES, ExpertGeometry, Module
 from pw.memory.arena import Arena
 from pw.memory.host_store import HostPlaneStore
 from pw.memory.layout import BlockLayout
+from pw.memory.mirror import Mirror
 from pw.memory.pool import PagePool
 from pw.memory.prefix_cache import PrecisionTag
 from pw_kernels.pages import WeightPages
@@ -47,33 +49,60 @@ class Raise:
 
 
 class _ModuleTable:
-    """The tensors of one module: host side and device side (the same memory on a CPU)."""
+    """The entries of one module in the mirror, from a position on.
 
-    def __init__(self, geometry: ExpertGeometry, layout: BlockLayout, device: torch.device) -> None:
+    Each tensor has a host side, for the books, and a device side, for kernels. Of S layers:
+
+        bits [S, E] | LUT offsets [S, E] | plane pages [S, E, B, PP] | LUT pages [S, E, LP]
+    """
+
+    def __init__(
+        self, geometry: ExpertGeometry, layout: BlockLayout, mirror: Mirror, start: int
+    ) -> None:
         lead = (len(geometry.layers), geometry.experts)
-        self.layout = layout
-        self.bits = torch.zeros(lead, dtype=torch.int32)
-        self.planes = torch.full(
-            (*lead, layout.max_bits, layout.plane_pages), -1, dtype=torch.int32
+        self.layout, self._mirror = layout, mirror
+        self._shapes = (
+            lead,
+            lead,
+            (*lead, layout.max_bits, layout.plane_pages),
+            (*lead, layout.max_lut_pages),
         )
-        self.luts = torch.full((*lead, layout.max_lut_pages), -1, dtype=torch.int32)
-        self.offsets = torch.zeros(lead, dtype=torch.int32)
-        host = (self.bits, self.planes, self.luts, self.offsets)
-        self.host = host
-        self.device = host if device.type == "cpu" else tuple(t.to(device) for t in host)
-        self._changed = False
+        self._starts = [start]
+        for shape in self._shapes:
+            self._starts.append(self._starts[-1] + math.prod(shape))
+        self.bits, self.offsets, self.planes, self.luts = self._cut(mirror.host)
+        self.bits.zero_()
+        self.offsets.zero_()
+        self.device = self._cut(mirror.device)  # bits, offsets, planes, LUTs
+
+    @property
+    def end(self) -> int:
+        """First position behind it."""
+        return self._starts[-1]
+
+    @staticmethod
+    def size(geometry: ExpertGeometry, layout: BlockLayout) -> int:
+        """Entries that a module takes."""
+        each = 2 + layout.max_bits * layout.plane_pages + layout.max_lut_pages
+        return len(geometry.layers) * geometry.experts * each
 
     def write(
         self, slot: int, expert: int, bits: int, planes: list[list[int]], luts: list[int]
     ) -> None:
         """Set the entry of a block: its width, the pages of its planes and of its LUT region."""
-        self.bits[slot, expert] = bits
-        self.planes[slot, expert, :bits] = torch.tensor(planes, dtype=torch.int32)
-        self.planes[slot, expert, bits:] = -1
-        self.luts[slot, expert, : len(luts)] = torch.tensor(luts, dtype=torch.int32)
-        self.luts[slot, expert, len(luts) :] = -1
-        self.offsets[slot, expert] = self.layout.lut_offset(bits)
-        self._changed = True
+        layout, size = self.layout, self.layout.plane_pages
+        pages = np.full(layout.max_bits * size, -1, dtype=np.int32)
+        pages[: bits * size] = np.array(planes, dtype=np.int32).ravel()
+        region = np.full(layout.max_lut_pages, -1, dtype=np.int32)
+        region[: len(luts)] = luts
+        values = (np.array([bits]), np.array([layout.lut_offset(bits)]), pages, region)
+        flat: NDArray[np.int32] = self._mirror.host.numpy()
+        row = slot * self.bits.shape[1] + expert
+        for start, new in zip(self._starts, values, strict=False):
+            old = flat[start + row * len(new) : start + (row + 1) * len(new)]
+            changed = np.flatnonzero(old != new)
+            old[changed] = new[changed]
+            self._mirror.note(changed + (start + row * len(new)))
 
     def holds(
         self, slot: int, expert: int, bits: int, planes: list[list[int]], luts: list[int]
@@ -85,16 +114,10 @@ class _ModuleTable:
             and self.luts[slot, expert, : len(luts)].tolist() == luts
         )
 
-    def publish(self) -> None:
-        """Send the host side, where it has changed, to the device in current stream order."""
-        if self._changed and self.device is not self.host:
-            for target, source in zip(self.device, self.host, strict=True):
-                target.copy_(source, non_blocking=True)
-        self._changed = False
-
-    @property
-    def bytes(self) -> int:
-        return sum(t.numel() * t.element_size() for t in self.host)
+    def _cut(self, flat: Tensor) -> list[Tensor]:
+        """The four tensors as views of one side of the mirror."""
+        spans = zip(self._starts, self._starts[1:], self._shapes, strict=False)
+        return [flat[start:end].view(shape) for start, end, shape in spans]
 
 
 class WeightPageTable:
@@ -112,8 +135,11 @@ class WeightPageTable:
         self.layouts = layouts
         self.min_bits, self.max_bits = layouts[0].min_bits, layouts[0].max_bits
         self._arena, self._pool, self._store = arena, pool, store
-        device = arena.pages.device
-        self._tables = tuple(_ModuleTable(geometry, layout, device) for layout in layouts)
+        entries = sum(_ModuleTable.size(geometry, layout) for layout in layouts)
+        self._mirror = Mirror(entries, arena.pages.device)
+        gate_up = _ModuleTable(geometry, layouts[0], self._mirror, 0)
+        self._tables = (gate_up, _ModuleTable(geometry, layouts[1], self._mirror, gate_up.end))
+        self._mirror.note(np.arange(entries))
         self.committed = np.zeros(geometry.blocks, dtype=np.int64)
         self.desired = np.zeros(geometry.blocks, dtype=np.int64)
         self.in_transfer: dict[int, Raise] = {}
@@ -135,7 +161,7 @@ class WeightPageTable:
     def pages_of(self, slot: int, module: Module) -> WeightPages:
         """What a kernel reads for the blocks of one MoE layer; addresses never change."""
         table = self._tables[MODULES.index(module)]
-        bits, planes, luts, offsets = (tensor[slot] for tensor in table.device)
+        bits, offsets, planes, luts = (tensor[slot] for tensor in table.device)
         shape = table.layout.shape
         return WeightPages(shape.rows, shape.cols, bits, planes, luts, offsets)
 
@@ -186,7 +212,7 @@ class WeightPageTable:
     @property
     def table_bytes(self) -> int:
         """Device bytes of the page table itself."""
-        return sum(table.bytes for table in self._tables)
+        return self._mirror.bytes
 
     def _pick(self, per_width: NDArray[np.int64]) -> NDArray[np.int64]:
         modules = np.arange(self.geometry.blocks) % len(MODULES)
@@ -197,17 +223,13 @@ class WeightPageTable:
 
     def load(self, bits: NDArray[np.int64]) -> None:
         """Bring every block in at its first width. Called once, before the first step."""
-        for index, width in enumerate(bits):
-            width = int(width)
-            layout = self.layouts[index % 2]
-            pool = self._pool
+        widths = bits.tolist()
+        for index, pages in enumerate(self._store.first_pages(widths)):
+            width, layout, pool = widths[index], self.layouts[index % 2], self._pool
             planes = pool.take(width * layout.plane_pages, index)
             base = pool.take(layout.base_pages, index)
             wide = pool.take(layout.lut_pages(width), index)
-            self._arena.write(planes, self._store.planes(index, 0, width))
-            self._arena.write(base, self._store.base_luts(index))
-            if wide:
-                self._arena.write(wide, self._store.lut(index, width))
+            self._arena.write(planes + base + wide, pages)
             self._base_pages[index], self._lut_pages[index] = base, wide
             self._append_planes(index, planes)
             self.committed[index] = self.desired[index] = width
@@ -307,9 +329,8 @@ class WeightPageTable:
             labels[move.pages] = moving
 
     def publish(self) -> None:
-        """Send changed entries to the device in stream order."""
-        for table in self._tables:
-            table.publish()
+        """Send changed entries to the device in stream order, with one small copy."""
+        self._mirror.publish()
 
     def _append_planes(self, index: int, pages: list[int]) -> None:
         size = self.layouts[index % 2].plane_pages

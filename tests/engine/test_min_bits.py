@@ -125,7 +125,8 @@ def test_planes_that_cannot_be_read_end_the_wait(
     def unreadable(*_: Any) -> Any:
         raise StoreError("a fault made by the test")
 
-    monkeypatch.setattr(engine._parts.store, "planes", unreadable)
+    monkeypatch.setattr(engine._parts.store, "_places", [])  # all is on disk
+    monkeypatch.setattr(engine._parts.store, "read", unreadable)
     engine.add_request("floor", random_prompt(20, 2), greedy(10, min_bits=4))
     engine.add_request("other", random_prompt(20, 3), greedy(10))
     outputs = drain(engine)

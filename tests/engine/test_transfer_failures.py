@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from pw.engine.request import SamplingParams
 from pw.errors import StoreError
@@ -30,9 +29,9 @@ class BadDisk:
         self._maybe_fail()
         self._source.read_planes(*arguments)
 
-    def lut(self, *arguments: Any) -> torch.Tensor:
+    def read_lut(self, *arguments: Any) -> None:
         self._maybe_fail()
-        return self._source.lut(*arguments)  # type: ignore[no-any-return]
+        self._source.read_lut(*arguments)
 
     def _maybe_fail(self) -> None:
         if self._rng.random() < self.rate:

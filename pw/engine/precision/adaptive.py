@@ -15,13 +15,13 @@ import numpy as np
 
 from pw.blocks import MODULES
 from pw.config import PlannerConfig
-from pw.engine.precision.policies import PrecisionBase
+from pw.engine.precision.policies import AWAITED, PrecisionBase
 from pw.engine.precision.quality import Quality
 from pw.engine.precision.trace import TraceWriter
 from pw.engine.scheduler import Forecast
 from pw.errors import StoreError
 from pw.memory.mover import Mover
-from pw.memory.page_table import WeightPageTable
+from pw.memory.page_table import Raise, WeightPageTable
 from pw.memory.pool import PagePool
 from pw.planning.planner import Move, plan, plan_reload
 from pw.planning.pressure import HELD_UP, PressurePolicy
@@ -101,18 +101,21 @@ class AdaptivePrecision(PrecisionBase):
             return self._reduce(move.block, base, move.damage, reason)
         return 0
 
-    def _note_failure(self, move: Move, error: Exception) -> None:
+    def _note_failure(self, move: Move | Raise, error: Exception) -> None:
         """Count a transfer that failed; its block rests at its old width."""
         self.failures += 1
-        self._rests_until[move.block] = self._turn + _REST_TURNS
-        key = self._table.geometry.key(move.block)
+        index = move.index if isinstance(move, Raise) else move.block
+        self._rests_until[index] = self._turn + _REST_TURNS
+        key = self._table.geometry.key(index)
         logger.warning("%s stays at %d bits: %s", key, move.from_bits, error)
-        self._log("failed", move.block, move.from_bits, move.to_bits, 0, 0.0, str(error))
+        self._log("failed", index, move.from_bits, move.to_bits, 0, 0.0, str(error))
 
     def safe_point(self, step: int, turn: int, forecast: Forecast, idle: bool) -> None:
         """Commit what has landed, then let the pressure policy move planes."""
         self._step, self._turn = step, turn
         self._land(self._mover.poll())
+        for index, error in self._mover.take_failed():
+            self._note_failure(self._give_up_raise(index), error)
         below = int((self._max_bits - self._table.desired).clip(min=0).sum())
         # Raises under way give the pages of narrower LUTs back when they land.
         free = self._pool.free_count + self._table.pages_due()
@@ -168,9 +171,9 @@ class AdaptivePrecision(PrecisionBase):
         """Let blocks above the bits that are aimed at give up pages for those below."""
         with self._planning():
             found = plan(self._state(hard=False), pages * self._page_bytes)
-        freed = sum(self._try_reduce(move, "floor") for move in found.moves)
+        freed = sum(self._try_reduce(move, AWAITED) for move in found.moves)
         if found.moves:
-            self._note_plan("floor", found.moves, freed, pages)
+            self._note_plan(AWAITED, found.moves, freed, pages)
 
     def _raise_to(self, bits: int) -> None:
         """Start raises of blocks below `bits` as far as pages are free."""
@@ -180,10 +183,10 @@ class AdaptivePrecision(PrecisionBase):
         )
         with self._planning():
             found = plan_reload(state, self._pool.free_count * self._page_bytes)
-        started = [move for move in found.moves if self._start_raise(move, "floor")]
+        started = [move for move in found.moves if self._start_raise(move, AWAITED)]
         if started:
             taken = sum(len(self._table.in_transfer[move.block].pages) for move in started)
-            self._note_plan("floor", tuple(started), taken, taken)
+            self._note_plan(AWAITED, tuple(started), taken, taken)
 
     def _reload(self, pages: int, reason: str) -> bool:
         """Start raises worth so many pages. False when no block's next plane fits."""
@@ -215,14 +218,10 @@ class AdaptivePrecision(PrecisionBase):
         self._note_plan("rebalance", (*trade.down.moves, *started), spent, spent)
 
     def _start_raise(self, move: Move, reason: str) -> bool:
-        """Start a raise if its pages are free and its bytes can be read."""
+        """Start a raise if its pages are free."""
         if self._table.raise_pages(move.block, move.to_bits) > self._pool.free_count:
             return False
-        try:
-            self._begin_raise(move.block, move.to_bits, move.damage, reason)
-        except (OSError, StoreError) as error:
-            self._note_failure(move, error)
-            return False
+        self._begin_raise(move.block, move.to_bits, move.damage, reason)
         self._raised_at[move.block] = self._turn
         return True
 

@@ -21,12 +21,13 @@ from pw.engine.precision.quality import Quality
 from pw.engine.precision.trace import Replay, TraceWriter, Transition
 from pw.engine.scheduler import Forecast, Relief
 from pw.memory.mover import Mover
-from pw.memory.page_table import WeightPageTable
+from pw.memory.page_table import Raise, WeightPageTable
 from pw.memory.pool import PagePool
 from pw.planning.planner import Move, PlannerState, plan
 
 _HISTORY = 64
 URGENT = ("kv allocation", "last resort")  # reasons of a release inside a scheduling round
+AWAITED = "floor"  # reason of a raise that a request waits for
 
 
 logger = logging.getLogger(__name__)
@@ -207,12 +208,7 @@ class PrecisionBase:
 
     def _begin_raise(self, index: int, to_bits: int, damage: float, reason: str) -> None:
         move = self._table.begin_raise(index, to_bits)
-        try:
-            self._mover.start(move)
-        except BaseException:
-            self._table.cancel_raise(index)
-            self._table.commit_raise(index)
-            raise
+        self._mover.start(move, urgent=reason == AWAITED)
         self._begun[index] = time.monotonic()
         self._log("begin_raise", index, move.from_bits, to_bits, len(move.pages), damage, reason)
 
@@ -220,6 +216,14 @@ class PrecisionBase:
         move = self._table.in_transfer[index]
         self._table.cancel_raise(index)
         self._log("cancel_raise", index, move.from_bits, move.to_bits, 0, 0.0, reason)
+
+    def _give_up_raise(self, index: int) -> Raise:
+        """Take back the pages of a raise whose bytes cannot be read; the old width is served on."""
+        move = self._table.in_transfer[index]
+        self._begun.pop(index)
+        self._table.cancel_raise(index)
+        self._table.commit_raise(index)
+        return move
 
     def _land(self, landed: list[int], reason: str = "landed") -> None:
         for index in landed:
@@ -354,6 +358,9 @@ class ReplayedPrecision(PrecisionBase):
             self._cancel_raise(index, transition.reason)
         else:
             self._copied += self._mover.wait()
+            for failed, error in self._mover.take_failed():
+                self._give_up_raise(failed)
+                raise error
             self._copied.remove(index)
             self._land([index], transition.reason)
 

@@ -22,7 +22,7 @@ from pw.memory.arena import Arena
 from pw.memory.budget import Demand, MemoryPlan, plan_memory
 from pw.memory.host_store import HostPlaneStore
 from pw.memory.kv_cache import KvCache
-from pw.memory.mover import Mover
+from pw.memory.mover import READERS, Mover
 from pw.memory.page_table import WeightPageTable
 from pw.memory.pool import PagePool
 from pw.models.skeleton import Skeleton
@@ -140,15 +140,23 @@ def _load_weights(
     if loaded.dense is not None:
         experts = DenseExperts(loaded.dense, skeleton.activations, skeleton.biases)
         return _Weights(experts, FixedPrecision())
+    on_gpu = device.type == "cuda"
     store = HostPlaneStore(
         source,
         memory.layouts,
-        config.offload_cpu_memory,
-        pin=device.type == "cuda",
+        movable=_movable(config, demand),
+        limit_bytes=config.offload_cpu_memory,
+        pin=on_gpu,
         alike=config.load_format == "dummy",
+        readers=READERS if on_gpu else 0,
     )
     table = WeightPageTable(source.geometry, memory.layouts, arena, pool, store)
-    mover = Mover(arena, store)
+    mover = Mover(
+        arena,
+        store,
+        bytes_per_second=config.planner.transfer_budget_bytes if on_gpu else None,
+        readers=READERS if on_gpu else 0,
+    )
     counter = quality = None
     if config.policy.kind in ("adaptive", "replay"):
         counter = RoutingCounter(source.geometry, device)
@@ -158,6 +166,15 @@ def _load_weights(
         table, arena, skeleton.activations, skeleton.biases, source.lut_dtype, counter
     )
     return _Weights(paged, precision, table, store, mover, quality)
+
+
+def _movable(config: EngineConfig, demand: Demand) -> tuple[int, int]:
+    """Least and most bits of blocks that change; equal where none does."""
+    if config.policy.kind == "replay":  # a trace may reach any width
+        return demand.stored_bits
+    if config.policy.kind != "adaptive":
+        return (0, 0)
+    return int(demand.least_bits.min()), int(demand.most_bits.max())
 
 
 def _device(config: EngineConfig) -> torch.device:

@@ -14,6 +14,7 @@ from pw.config import EngineConfig
 from pw.engine.precision.statistics import statistics_bytes
 from pw.engine.start.sources import WeightSource, dtype_of
 from pw.errors import ConfigError
+from pw.memory import arena, mirror
 from pw.memory.budget import Demand, workspace_bytes
 from pw.memory.mover import CHUNK_BYTES
 from pw.models.skeleton import Skeleton
@@ -64,7 +65,8 @@ def demand_of(
         each = statistics_bytes(config.planner.residual, source.geometry)
         workspace += each * min(config.max_num_seqs, config.max_num_batched_tokens)
     if skeleton.device.type == "cuda":
-        workspace += CHUNK_BYTES  # of the mover, between host and arena
+        # Between the host and the arena, by the mover and at a safe point, and the page table.
+        workspace += CHUNK_BYTES + arena.STAGING_BYTES + mirror.STAGING_BYTES
     return Demand(
         geometry=source.geometry,
         kv=skeleton.kv,
