@@ -89,7 +89,7 @@ def pack_planes(codes: Tensor, max_bits: int) -> Tensor:
     for p in range(max_bits):
         packed = ((octets >> (max_bits - 1 - p)) & _LOW_BITS) * _GATHER >> 56
         words = packed.to(torch.uint8).view(torch.int32)
-        planes.append(_rotate_left(words, p).view(-1, row_tiles * col_tiles, TILE_WORDS))
+        planes.append(rotate_left(words, p).view(-1, row_tiles * col_tiles, TILE_WORDS))
     return torch.stack(planes, 1).view(*lead, max_bits, row_tiles * col_tiles, TILE_WORDS)
 
 
@@ -114,7 +114,7 @@ def unpack_planes(planes: Tensor, rows: int, cols: int) -> Tensor:
     row_tiles, col_tiles = _tiles(rows, TILE_ROWS), _tiles(cols, TILE_COLS)
     codes = torch.zeros((), dtype=torch.int64, device=planes.device)
     for p in range(bits):
-        plane = _rotate_left(planes[..., p, :, :], 32 - p) if p else planes[..., p, :, :]
+        plane = rotate_left(planes[..., p, :, :], -p)
         octets = plane.contiguous().view(torch.uint8).to(torch.int64)
         spread = ((octets * _LOW_BITS & _DIAGONAL) + _CARRY >> 7) & _LOW_BITS
         codes = (codes << 1) | spread
@@ -161,8 +161,9 @@ def dequantize(planes: Tensor, lut: Tensor, rows: int, cols: int) -> Tensor:
     return torch.gather(bit_reverse_lut(lut[..., :rows, :]), -1, codes)
 
 
-def _rotate_left(words: Tensor, count: int) -> Tensor:
-    """Rotate int32 words left by 0 to 31 bits."""
+def rotate_left(words: Tensor, count: int) -> Tensor:
+    """Rotate int32 words left by so many bits; right by a negative number."""
+    count %= 32
     if count == 0:
         return words
     return (words << count) | ((words >> (32 - count)) & ((1 << count) - 1))

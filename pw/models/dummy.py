@@ -11,14 +11,22 @@ from pw.models.attention import NAME as ATTENTION
 from pw.models.experts import NAME as EXPERTS
 from pw.models.experts import expert_modules
 from pw.models.skeleton import Skeleton, build, finish
+from pw.models.slicing import DensePart
 
 STANDARD_DEVIATION = 0.02  # of random weights, as models are initialized
 
 
 def random_skeleton(
-    architecture: Architecture, dtype: torch.dtype, device: torch.device, seed: int = 0
+    architecture: Architecture,
+    dtype: torch.dtype,
+    device: torch.device,
+    seed: int = 0,
+    part: DensePart | None = None,
 ) -> Skeleton:
-    """Dense weights made on the device: matrices are random, vectors neutral."""
+    """Dense weights made on the device: matrices are random, vectors neutral.
+
+    With a part, what it keeps of the same weights.
+    """
     model = build(architecture, dtype, attention=ATTENTION, experts=EXPERTS)
     generator = torch.Generator(device).manual_seed(seed)
     experts = {name for name, _ in expert_modules(model)}
@@ -27,12 +35,14 @@ def random_skeleton(
             made_elsewhere = name in experts and leaf.endswith("_proj")
             if parameter is not None and parameter.is_meta and not made_elsewhere:
                 value = random_weight(leaf, parameter, generator)
+                if part is not None:
+                    value = part.cut(f"{name}.{leaf}", value)
                 module._parameters[leaf] = nn.Parameter(value, requires_grad=False)
         for leaf, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[leaf] = buffer.to(device)
     model.tie_weights()
-    return finish(model, architecture, dtype, device)
+    return finish(model, architecture, dtype, device, part)
 
 
 def random_weight(name: str, like: Tensor, generator: torch.Generator) -> Tensor:

@@ -36,7 +36,8 @@ _ACTIVATIONS = {
 def _call_bound(module: Any, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
     """Experts function named `pw`: hand over to the function bound to this module."""
     result: Tensor = module.pw_experts(module.pw_slot, module, hidden, ids, weights)
-    return result
+    reduce = module.__dict__.get("pw_reduce")  # of a rank's part: see `pw.models.slicing`
+    return result if reduce is None else reduce(result)
 
 
 ExpertsInterface.register(NAME, _call_bound)

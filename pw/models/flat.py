@@ -126,13 +126,16 @@ class _Layer:
 
 
 class _Residual:
-    """`x + linear(y)` in one call."""
+    """`x + linear(y)` in one call; where the product is a rank's part, it is summed up first."""
 
     def __init__(self, module: Any) -> None:
         self._weight: Tensor = module.weight.t()  # a view
         self._bias: Tensor | None = module.bias
+        self._reduce = _reduction(module)
 
     def __call__(self, x: Tensor, y: Tensor) -> Tensor:
+        if self._reduce is not None:
+            return x + self._reduce(linear(y, self._weight.t(), self._bias))
         out = torch.addmm(x, y, self._weight)
         return out if self._bias is None else out + self._bias
 
@@ -156,12 +159,17 @@ class _Moe:
     def __init__(self, block: Any) -> None:
         self._router: Callable[[Tensor], tuple[Tensor, Tensor, Tensor]] = block.gate.forward
         self._experts = block.experts
+        self._reduce = _reduction(block.experts)
         self._shared = _Shared(block) if hasattr(block, "shared_expert") else None
 
     def __call__(self, x: Tensor, normed: Tensor) -> Tensor:
         _, weights, ids = self._router(normed)
         experts = self._experts
-        x = x + experts.pw_experts(experts.pw_slot, experts, normed, ids, weights)
+        routed: Tensor = experts.pw_experts(experts.pw_slot, experts, normed, ids, weights)
+        if self._reduce is not None:  # one sum over the ranks for all that is added to x
+            partial = routed if self._shared is None else self._shared(routed, normed)
+            return x + self._reduce(partial)
+        x = x + routed
         return x if self._shared is None else self._shared(x, normed)
 
 
@@ -179,6 +187,11 @@ class _Shared:
         gate, up, share = torch.split(linear(normed, *self._in), self._sizes, -1)
         out = linear(self._activation(gate) * up, self._down)
         return torch.addcmul(x, share.sigmoid(), out)
+
+
+def _reduction(module: nn.Module) -> Callable[[Tensor], Tensor] | None:
+    """How a rank's partial result of a module is summed up; None where it is the whole."""
+    return module.__dict__.get("pw_reduce")
 
 
 def _head_norm(attention: Any, q_heads: int, kv_heads: int) -> Callable[[Tensor], Tensor] | None:

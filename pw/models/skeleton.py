@@ -32,6 +32,7 @@ from pw.models.experts import (
 from pw.models.flat import FlatDecoder, flat_decoder
 from pw.models.geometry import KvGeometry
 from pw.models.header import some
+from pw.models.slicing import DensePart
 
 
 @dataclass(frozen=True)
@@ -137,24 +138,37 @@ def load_skeleton(
     checkpoint: Checkpoint,
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
+    part: DensePart | None = None,
 ) -> Skeleton:
     """Load everything but the routed experts, cast to `dtype`.
+
+    Args:
+        checkpoint: Where the weights are.
+        dtype: Of weights and activations.
+        device: Where they go.
+        part: What to keep of them, where several ranks share the model.
 
     Raises:
         ModelError: A tensor of the model is neither on disk nor tied to one that is.
     """
     device = torch.device(device)
     model = build(checkpoint.architecture, dtype, attention=ATTENTION, experts=EXPERTS)
-    load_tensors(model, checkpoint, checkpoint.keymap.dense, dtype, device)
+    load_tensors(model, checkpoint, checkpoint.keymap.dense, dtype, device, part)
     model.tie_weights()
     _check_loaded(model)
-    return finish(model, checkpoint.architecture, dtype, device)
+    return finish(model, checkpoint.architecture, dtype, device, part)
 
 
 def finish(
-    model: Any, architecture: Architecture, dtype: torch.dtype, device: torch.device
+    model: Any,
+    architecture: Architecture,
+    dtype: torch.dtype,
+    device: torch.device,
+    part: DensePart | None = None,
 ) -> Skeleton:
-    """Make a skeleton of a model whose dense weights are in place."""
+    """Make a skeleton of a model whose dense weights, or a rank's part of them, are in place."""
+    if part is not None:
+        part.bind(model)
     if device.type == "cpu" and dtype == torch.float32:
         _store_by_column(model)
     bind_attention(model, architecture.probe.bindings)
@@ -165,7 +179,7 @@ def finish(
     return Skeleton(
         model=model,
         geometry=architecture.geometry,
-        kv=architecture.probe.kv,
+        kv=architecture.probe.kv if part is None else part.kv(architecture.probe.kv),
         dtype=dtype,
         device=device,
         dense_bytes=_loaded_bytes(model),
@@ -190,6 +204,7 @@ def load_tensors(
     names: Iterable[str],
     dtype: torch.dtype,
     device: torch.device,
+    part: DensePart | None = None,
 ) -> None:
     """Fill the parameters and buffers of `model` that are stored under `names`.
 
@@ -204,7 +219,10 @@ def load_tensors(
         is_parameter = old is not None
         old = old if is_parameter else module._buffers[leaf]
         keep = any(part in wide for part in target.split("."))
-        tensor = checkpoint.read(name).to(device, torch.float32 if keep else old.dtype)
+        tensor = checkpoint.read(name)
+        if part is not None:
+            tensor = part.cut(target, tensor)
+        tensor = tensor.to(device, torch.float32 if keep else old.dtype)
         if is_parameter:
             module._parameters[leaf] = nn.Parameter(tensor, requires_grad=False)
         else:

@@ -1,0 +1,191 @@
+"""The dense weights of one of several ranks: attention by heads, MLPs by inner columns.
+
+Maps that read the whole hidden state are cut by outputs (queries, keys, values, gate, up), maps
+that give it back are cut by inputs (attention output, down): a rank's results of these are partial
+sums, and the module carries `pw_reduce`, which adds them up over the ranks in place. Everything
+else, the router, norms, embedding and head, is whole on every rank.
+
+    x -> q, k, v of own heads -> attention -> own columns of o_proj -> sum over the ranks
+    x -> own rows of gate, up -> act       -> own columns of down   -> sum over the ranks
+
+Knows module names and shapes, no processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor, nn
+
+from pw.errors import ConfigError, ModelError
+from pw.models.architecture import Architecture
+from pw.models.experts import expert_modules
+from pw.models.geometry import KvGeometry
+
+AllReduce = Callable[[Tensor], Tensor]
+
+_BY_OUTPUTS = ("q_proj", "k_proj", "v_proj", "q_b_proj", "kv_b_proj")
+_BY_INPUTS = "o_proj"
+_WHOLE = ("q_a_proj", "kv_a_proj_with_mqa")
+_PER_HEAD = ("sinks",)  # parameters of attention with a number for each query head
+_MLP = {"gate_proj", "up_proj", "down_proj"}
+
+
+class Reduction:
+    """Adds partial sums up over the ranks, in place; leaves them alone until it is connected.
+
+    Modules keep it for life, so that it can be handed out before the ranks have met.
+    """
+
+    def __init__(self) -> None:
+        self._all_reduce: AllReduce | None = None
+
+    def connect(self, all_reduce: AllReduce) -> None:
+        """Add up with this from now on."""
+        self._all_reduce = all_reduce
+
+    def __call__(self, partial: Tensor) -> Tensor:
+        """The sum over the ranks, in the memory of `partial`."""
+        return partial if self._all_reduce is None else self._all_reduce(partial)
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """Of a parameter: the axis along which the ranks share it; None: only rank 0 has it at all."""
+
+    axis: int | None
+
+
+class DensePart:
+    """What one rank keeps of the dense weights of a model.
+
+    Args:
+        architecture: The model's.
+        rank: 0 to size - 1.
+        size: How many ranks share the model.
+        reduction: Goes to the modules whose results are partial.
+
+    Raises:
+        ConfigError: Heads or inner sizes are no multiples of `size`.
+        ModelError: An attention that cannot be cut by heads.
+    """
+
+    def __init__(
+        self, architecture: Architecture, rank: int, size: int, reduction: Reduction
+    ) -> None:
+        self._rank, self._size = rank, size
+        self._reduction = reduction
+        self._cuts: dict[str, _Cut] = {}
+        self._partial: list[str] = []  # linear maps cut by inputs
+        model = architecture.meta
+        self._check_heads(architecture)
+        for name in architecture.probe.bindings:
+            self._cut_attention(name, model.get_submodule(name))
+        experts = tuple(f"{name}." for name in architecture.experts)
+        for name, module in model.named_modules():
+            routed = f"{name}.".startswith(experts)
+            if not routed and set(dict(module.named_children())) >= _MLP:
+                self._cut_mlp(name, module)
+
+    def cut(self, name: str, tensor: Tensor) -> Tensor:
+        """This rank's part of a parameter, given its path in the model and all of it."""
+        cut = self._cuts.get(name)
+        if cut is None:
+            return tensor
+        if cut.axis is None:
+            return tensor if self._rank == 0 else tensor.new_zeros(tensor.shape)
+        part: Tensor = tensor.chunk(self._size, cut.axis)[self._rank]
+        return part.clone()  # the rest is not to be kept alive
+
+    def kv(self, geometry: KvGeometry) -> KvGeometry:
+        """Keys and values that this rank stores."""
+        layers = (replace(x, kv_heads=x.kv_heads // self._size) for x in geometry.layers)
+        return KvGeometry(tuple(layers))
+
+    def bind(self, model: Any) -> None:
+        """Prepare a model whose parameters have been cut: sizes, and sums where they are due."""
+        for name in self._cuts:
+            module = model.get_submodule(name.rpartition(".")[0])
+            if isinstance(module, nn.Linear):
+                module.out_features, module.in_features = module.weight.shape
+        for name in self._partial:
+            module = model.get_submodule(name)
+            module.__dict__["pw_reduce"] = self._reduction
+            module.register_forward_hook(lambda _module, _inputs, out: self._reduction(out))
+        for _, module in expert_modules(model):
+            module.__dict__["pw_reduce"] = self._reduction
+
+    def _check_heads(self, architecture: Architecture) -> None:
+        size, config = self._size, architecture.config
+        heads = int(config.num_attention_heads)
+        if heads % size:
+            raise ConfigError(
+                f"{heads} attention heads cannot be shared evenly by {size} ranks",
+                "use another --tensor-parallel-size",
+            )
+        fewest = min(layer.kv_heads for layer in architecture.probe.kv.layers)
+        for layer in architecture.probe.kv.layers:
+            if layer.kv_heads % size:
+                raise ConfigError(
+                    f"{layer.kv_heads} KV heads of layer {layer.layer} cannot be shared evenly by "
+                    f"{size} ranks",
+                    f"use a --tensor-parallel-size of which {fewest} is a multiple",
+                )
+
+    def _cut_attention(self, name: str, module: nn.Module) -> None:
+        for leaf, parameter in module.named_parameters(recurse=False):
+            if leaf in _PER_HEAD:
+                self._cuts[f"{name}.{leaf}"] = _Cut(0)
+            else:
+                raise _cannot(name, f"a parameter `{leaf}` {list(parameter.shape)}")
+        for leaf, child in module.named_children():
+            if leaf in _BY_OUTPUTS:
+                self._by_outputs(f"{name}.{leaf}", child)
+            elif leaf == _BY_INPUTS:
+                self._by_inputs(f"{name}.{leaf}", child)
+            elif isinstance(child, nn.Linear) and leaf not in _WHOLE:
+                raise _cannot(name, f"a linear map `{leaf}`")
+        self._check_norms(name, module)
+
+    @staticmethod
+    def _check_norms(name: str, module: Any) -> None:
+        """Norms of queries and keys must be norms of each head."""
+        for leaf in ("q_norm", "k_norm"):
+            weight = getattr(getattr(module, leaf, None), "weight", None)
+            if weight is not None and len(weight) != int(module.head_dim):
+                raise _cannot(name, f"`{leaf}` over {len(weight)} numbers, all heads together")
+
+    def _cut_mlp(self, name: str, module: nn.Module) -> None:
+        for leaf, child in module.named_children():
+            if leaf == "down_proj":
+                self._by_inputs(f"{name}.{leaf}", child)
+            elif leaf in _MLP:
+                self._by_outputs(f"{name}.{leaf}", child)
+
+    def _by_outputs(self, name: str, module: Any) -> None:
+        self._check_size(name, module.weight.shape[0])
+        for leaf, _ in module.named_parameters():
+            self._cuts[f"{name}.{leaf}"] = _Cut(0)
+
+    def _by_inputs(self, name: str, module: Any) -> None:
+        self._check_size(name, module.weight.shape[1])
+        self._cuts[f"{name}.weight"] = _Cut(1)
+        if module.bias is not None:
+            self._cuts[f"{name}.bias"] = _Cut(None)
+        self._partial.append(name)
+
+    def _check_size(self, name: str, extent: int) -> None:
+        if extent % self._size:
+            raise ConfigError(
+                f"{extent} numbers of `{name}` cannot be shared evenly by {self._size} ranks",
+                "use another --tensor-parallel-size",
+            )
+
+
+def _cannot(name: str, what: str) -> ModelError:
+    return ModelError(
+        f"attention cannot be shared by heads: `{name}` has {what}",
+        "serve this model with --tensor-parallel-size 1",
+    )
