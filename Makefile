@@ -9,7 +9,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install check test reliability soak fuzz test-clients test-gpu bench demo report run \
+.PHONY: help install check test reliability soak fuzz test-clients test-ray test-gpu bench demo report run \
 	quality sizes clean
 
 help:  ## List the targets
@@ -61,6 +61,12 @@ test-clients: pyproject.toml constraints.txt  ## Other people's clients against 
 	$(VENV)-clients/bin/python -m pip install --quiet --disable-pip-version-check \
 		-c constraints.txt -e '.[dev,clients]'
 	$(VENV)-clients/bin/python -m pytest -q -m clients tests/clients
+
+test-ray: pyproject.toml constraints.txt  ## Replicas on a local Ray cluster, some of them killed
+	test -x $(VENV)-ray/bin/python || $(PYTHON) -m venv $(VENV)-ray
+	$(VENV)-ray/bin/python -m pip install --quiet --disable-pip-version-check \
+		-c constraints.txt -e '.[dev,ray]'
+	$(VENV)-ray/bin/python -m pytest -q -m ray tests/serving/replicas
 
 bench: $(STAMP)  ## Speed: calibration, planner, tokens/s beside transformers
 	$(BIN)/pw bench tiny

@@ -1,0 +1,1 @@
+"""Several replicas behind one address, on Ray Serve (extra `ray`)."""
