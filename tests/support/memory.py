@@ -74,7 +74,8 @@ def make_memory(
     host_limit: int | None = None,
     chunk_bytes: int = 8192,
     readers: int = 0,
-    lane: Callable[[Arena], Lane] = DirectLane,
+    lane: Callable[[Arena], Lane] | None = DirectLane,
+    device: str = "cpu",
     **options: Any,
 ) -> Memory:
     """An empty arena above random planes; further options are the mover's."""
@@ -83,11 +84,14 @@ def make_memory(
         BlockLayout(shape, MIN_BITS, MAX_BITS, base_bits, 4096)
         for shape in (GEOMETRY.gate_up, GEOMETRY.down)
     )
-    arena = Arena(pages, 4096, torch.device("cpu"))
+    arena = Arena(pages, 4096, torch.device(device))
     pool = PagePool(pages)
-    store = HostPlaneStore(source, (gate_up, down), limit_bytes=host_limit, readers=readers)
+    store = HostPlaneStore(
+        source, (gate_up, down), limit_bytes=host_limit, readers=readers, pin=device != "cpu"
+    )
     table = WeightPageTable(GEOMETRY, (gate_up, down), arena, pool, store)
-    mover = Mover(arena, store, chunk_bytes, lane=lane(arena), readers=readers, **options)
+    lane_of_mover = None if lane is None else lane(arena)
+    mover = Mover(arena, store, chunk_bytes, lane=lane_of_mover, readers=readers, **options)
     return Memory(source, (gate_up, down), arena, pool, store, table, mover)
 
 
@@ -102,7 +106,13 @@ def contents(memory: Memory, index: int) -> torch.Tensor:
     """The weights that a kernel would read for a block now."""
     key = GEOMETRY.key(index)
     pages = memory.table.pages_of(GEOMETRY.slot(key.layer), key.module)
-    return decode_block(memory.arena.pages, pages, key.expert, torch.bfloat16)
+    tensors = {
+        name: value.cpu() if isinstance(value, torch.Tensor) else value
+        for name, value in vars(pages).items()
+    }
+    return decode_block(
+        memory.arena.pages.cpu(), type(pages)(**tensors), key.expert, torch.bfloat16
+    )
 
 
 def check_contents(memory: Memory) -> None:
