@@ -164,12 +164,19 @@ def _best_splits(data: _SortedRows, bounds: Tensor, codes: Tensor) -> Tensor:
     The first such position counts. An interval of one position or none is "cut" at its end: the
     right child is empty.
     """
-    cols = codes.shape[1]
+    rows, cols = codes.shape
     start, end = bounds[:, :-1].contiguous(), bounds[:, 1:].contiguous()
     position = torch.arange(cols, device=codes.device)
-    left = _reduction(data, start.gather(1, codes), position.expand_as(codes))
-    gain = left.add_(_reduction(data, position.expand_as(codes), end.gather(1, codes)))
-    gain.masked_fill_(position == start.gather(1, codes), -torch.inf)
+
+    def part(sums: Tensor, ends: Tensor, sign: int) -> Tensor:
+        """[R, K]: sums [R, K+1] between each position and an end of its interval."""
+        outer = sums.gather(1, ends).gather(1, codes)
+        return torch.sub(sums[:, :-1], outer, out=outer).mul_(sign)
+
+    gain = _squared(part(data.moment, start, 1), part(data.mass, start, 1))
+    gain.add_(_squared(part(data.moment, end, -1), part(data.mass, end, -1)))
+    first = torch.zeros((rows, cols + 1), dtype=torch.bool, device=codes.device)
+    gain.masked_fill_(first.scatter_(1, start, True)[:, :-1], -torch.inf)
     best = gain.new_full(start.shape, -torch.inf).scatter_reduce_(1, codes, gain, "amax")
     hit = torch.where(gain == best.gather(1, codes), position, cols)
     split = torch.full_like(start, cols).scatter_reduce_(1, codes, hit, "amin")
@@ -201,15 +208,20 @@ def _reduction(data: _SortedRows, start: Tensor, end: Tensor) -> Tensor:
     """
     mass = data.mass.gather(1, end) - data.mass.gather(1, start)
     moment = data.moment.gather(1, end) - data.moment.gather(1, start)
+    return _squared(moment, mass)
+
+
+def _squared(moment: Tensor, mass: Tensor) -> Tensor:
+    """Moment^2 / mass, in place of both."""
     return moment.square_().div_(mass.clamp_min_(torch.finfo(mass.dtype).tiny))
 
 
 def _seed(data: _SortedRows, clusters: int) -> Tensor:
     """Bounds [R, C+1] of a weighted k-means: best of several Lloyd runs, then a local search."""
-    candidates = torch.stack([_lloyd(data, start) for start in _starts(data, clusters)])
-    scores = torch.stack([_score(data, bounds) for bounds in candidates])
+    candidates = _lloyd(data, torch.stack(_starts(data, clusters), 1))
+    scores = torch.stack([_score(data, bounds) for bounds in candidates.unbind(1)])
     rows = torch.arange(data.values.shape[0], device=data.values.device)
-    bounds = candidates[scores.argmax(0), rows]
+    bounds = candidates[rows, scores.argmax(0)]
     for at_a_loss in (False, True):
         rows = torch.arange(data.values.shape[0], device=data.values.device)
         for _ in range(_SEARCH_ROUNDS):
@@ -288,21 +300,24 @@ def _companded(data: _SortedRows, w: Tensor, quantile: Tensor) -> Tensor:
 
 
 def _lloyd(data: _SortedRows, centroids: Tensor) -> Tensor:
-    """Bounds [R, C+1] to which Lloyd's iteration takes the given centroids [R, C]."""
+    """Bounds [R, S, C+1] to which Lloyd's iteration takes the given centroids [R, S, C]."""
     rows, cols = data.values.shape
-    first = torch.zeros((rows, 1), dtype=torch.int64, device=data.values.device)
-    bounds = first
+    starts, clusters = centroids.shape[1:]
+    first = torch.zeros((rows, starts, 1), dtype=torch.int64, device=data.values.device)
+    bounds = first.expand(-1, -1, clusters + 1)
     for _ in range(_LLOYD_ITERATIONS):
-        middles = (centroids[:, 1:] + centroids[:, :-1]) / 2
-        inner = torch.searchsorted(data.values, middles)
-        moved = torch.cat([first, inner, first + cols], 1)
-        if bounds.shape == moved.shape and torch.equal(bounds, moved):
+        middles = (centroids[..., 1:] + centroids[..., :-1]) / 2
+        inner = torch.searchsorted(data.values, middles.flatten(1)).view(middles.shape)
+        moved = torch.cat([first, inner, first + cols], 2)
+        if torch.equal(bounds, moved):
             break
         bounds = moved
-        mass = data.mass.gather(1, bounds).diff(dim=1)
-        moment = data.moment.gather(1, bounds).diff(dim=1)
-        full = bounds.diff(dim=1) > 0
-        centroids = torch.where(full, data.center + moment / mass.where(full, 1.0), centroids)
+        at = bounds.flatten(1)
+        mass = data.mass.gather(1, at).view(bounds.shape).diff(dim=2)
+        moment = data.moment.gather(1, at).view(bounds.shape).diff(dim=2)
+        full = bounds.diff(dim=2) > 0
+        mean = data.center[..., None] + moment / mass.where(full, 1.0)
+        centroids = torch.where(full, mean, centroids)
     return bounds
 
 

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import re
 import shutil
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,6 +29,7 @@ from pw_pipelines.activations import MEMORY_BYTES
 from pw_pipelines.calibration import CalibrationSet, calibration_set
 from pw_pipelines.codebook import fit_codebook
 from pw_pipelines.quantize import auto_max_bits, quantize_settings, uniform_bytes
+from pw_pipelines.rates import seconds_per_operation, timed
 from pw_pipelines.refit import refit, refit_bytes
 
 _WEIGHTS_TIMED = 1 << 17  # in the short measurement
@@ -169,28 +169,27 @@ class _Needs:
         reading = outer + layer_dense + experts * self._itemsize + min(self._states, MEMORY_BYTES)
         largest = max(geometry.gate_up.weights, geometry.down.weights) * geometry.experts
         fitting = 3 * largest * self._widths[-1] / 8 + (1 << 28)  # parts, whole, on their way out
-        if self._joint:  # sums and what is made of them, held while the model reads
+        reading += fitting  # a layer is fitted while it is in memory
+        if self._joint:
             squares = geometry.gate_up.cols**2 + geometry.down.cols**2
-            reading += 4 * 2 * geometry.experts * squares + fitting
+            reading += 4 * geometry.experts * squares
             reading += refit_bytes(largest, len(self._widths), self._device.type)
-        return int(_PROCESS_BYTES + max(reading, fitting, self._dense))
+        return int(_PROCESS_BYTES + reading)
 
     def read_bytes(self) -> int:
-        """Digests, calibration, fit: the experts three times, the rest twice and once to copy. The
-        joint fit reads the text, and so the model, once more.
-        """
-        return (3 + self._joint) * (self._geometry.weights * self._itemsize + self._dense)
+        """Digests, calibration, during which experts are fitted, and the copy of the rest."""
+        return 2 * self._geometry.weights * self._itemsize + 3 * self._dense
 
     def seconds(self) -> dict[str, float]:
         """Time of the forward pass over all tokens and of the codebook fit, disks not counted."""
         geometry = self._geometry
         routed = geometry.weights * geometry.top_k / geometry.experts
         operations = 2 * self._tokens * (routed + self._in_layers() / self._itemsize)
-        reading = operations * _seconds_per_operation(self._device)
+        reading = operations * seconds_per_operation(self._device)
         fitting = geometry.weights * self._seconds_per_weight()
         return {
             "calibration": round(reading, 1),
-            "quantize": round(fitting + self._joint * reading, 1),
+            "quantize": round(fitting, 1),
         }
 
     def _in_layers(self) -> int:
@@ -214,23 +213,7 @@ class _Needs:
             if self._joint:
                 refit(book, rows[None], hessian[None])
 
-        return _timed(fit) / rows.numel()
-
-
-def _seconds_per_operation(device: torch.device) -> float:
-    """Of a matrix product of some size."""
-    a = torch.randn(768, 768, device=device)
-    return _timed(lambda: a @ a) / (2 * 768**3)
-
-
-def _timed(work: Callable[[], object]) -> float:
-    """Seconds of the second call."""
-    work()
-    started = time.perf_counter()
-    work()
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return time.perf_counter() - started
+        return timed(fit) / rows.numel()
 
 
 def _check_output(

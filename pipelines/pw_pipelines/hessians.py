@@ -10,52 +10,16 @@ Axes: E experts, K inputs of a block, n tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 
 import torch
 from torch import Tensor
 
 from pw.blocks import MODULES, ExpertGeometry, Module
 from pw.models.dense import ExpertCall, ExpertObserver
-from pw_pipelines.observation import ObservedModel, batches, part_of
-from pw_pipelines.progress import Advance
-from pw_pipelines.ranks import ALONE, Ranks
+from pw_pipelines.ranks import Ranks
 
 _PRIOR_TOKENS = 256.0  # what the layer at large counts beside an expert's own tokens
-
-
-Give = Callable[[int, dict[Module, Tensor]], None]
-
-
-def read_hessians(
-    model: ObservedModel,
-    windows: Tensor,
-    wanted: Collection[int],
-    give: Give,
-    advance: Advance = lambda _: None,
-    ranks: Ranks = ALONE,
-) -> None:
-    """Read windows [P, S] once and hand over the Hessians of each wanted layer when it has been
-    read: `give(layer, {module: [E, K, K]})`.
-
-    Args:
-        model: Reads them.
-        windows: Tokens, of all ranks together.
-        wanted: MoE layers, by the model's own index.
-        give: Called in the order of the layers; the next layer waits.
-        advance: Called with the number of windows each time a layer has read some.
-        ranks: Each reads a part of the text, and is given the sums of all.
-    """
-    geometry = model.geometry
-    sums = HessianSums(geometry, model.device, {geometry.slot(layer) for layer in wanted})
-    own = part_of(windows, ranks)
-
-    def after(layer: int) -> None:
-        if layer in wanted:
-            sums.add_up(geometry.slot(layer), ranks)
-            give(layer, sums.take(geometry.slot(layer)))
-
-    model.read(own, [sums] * len(list(batches(own))), advance=advance, after_layer=after)
 
 
 class HessianSums(ExpertObserver):
@@ -87,18 +51,16 @@ class HessianSums(ExpertObserver):
     def add_up(self, slot: int, ranks: Ranks) -> None:
         """Make the sums of a layer those of all ranks."""
         self._open(slot)
-        if ranks.size == 1:
-            return
-        for tensor in (*self._sums.values(), self._tokens):
-            host = tensor.cpu()
-            ranks.add_up([host])
-            tensor.copy_(host)
+        for sums in self._sums.values():
+            ranks.add_up(sums.unbind())  # one at a time: all ranks' parts meet in host memory
+        ranks.add_up([self._tokens])
 
     def take(self, slot: int) -> dict[Module, Tensor]:
         """Hessians [E, K, K] of a layer, fit for use with few tokens or none."""
         self._open(slot)
-        found = {m: blended(self._sums[m], self._tokens, m) for m in MODULES}
-        self._sums, self._slot = {}, None
+        for module in MODULES:
+            blend(self._sums[module], self._tokens, module)
+        found, self._sums, self._slot = self._sums, {}, None
         return found
 
     def _open(self, slot: int) -> None:
@@ -123,24 +85,30 @@ def moment(inputs: Tensor, weights: Tensor) -> Tensor:
     return scaled.T @ scaled
 
 
-def blended(sums: Tensor, tokens: Tensor, module: Module) -> Tensor:
-    """[E, K, K] with a mean diagonal of 1 from sums [E, K, K] and counts [E].
+def blend(sums: Tensor, tokens: Tensor, module: Module) -> None:
+    """Turn sums [E, K, K] into Hessians with a mean diagonal of 1, in place; tokens [E] are counts.
 
     Few tokens do not span K inputs. Where all experts of a layer share their inputs (gate_up) the
     rest comes from the layer; inner units of different experts have nothing in common, so there
     (down) cross terms are shrunk. An expert without tokens has the layer's H, or the identity.
     """
-    eye = torch.eye(sums.shape[1], device=sums.device)
-    own = _unit(sums, eye)
-    if module == "gate_up":
-        prior = _unit(sums.sum(0, keepdim=True), eye)
-    else:
-        prior = torch.diag_embed(own.diagonal(dim1=1, dim2=2))
+    layer = sums.sum(0, keepdim=True)
+    _scale(sums)
     count = tokens.to(sums.device, torch.float32)[:, None, None]
-    return (count * own + _PRIOR_TOKENS * prior) / (count + _PRIOR_TOKENS)
+    own = count / (count + _PRIOR_TOKENS)
+    if module == "gate_up":
+        _scale(layer)
+        sums.mul_(own).addcmul_(layer, 1 - own)
+    else:
+        diagonal = sums.diagonal(dim1=1, dim2=2)
+        kept = diagonal.clone()
+        sums.mul_(own)
+        diagonal.copy_(kept)
 
 
-def _unit(sums: Tensor, eye: Tensor) -> Tensor:
-    """Divided by the mean of the diagonal; `eye` where that is 0."""
-    scale = sums.diagonal(dim1=1, dim2=2).mean(1)[:, None, None]
-    return torch.where(scale > 0, sums / scale.where(scale > 0, 1.0), eye)
+def _scale(sums: Tensor) -> None:
+    """Divide by the mean of the diagonal, in place; the identity where that is 0."""
+    diagonal = sums.diagonal(dim1=1, dim2=2)
+    scale = diagonal.mean(1)[:, None, None]
+    sums.div_(scale.where(scale > 0, 1.0))
+    diagonal.add_((scale[:, 0] <= 0).float())

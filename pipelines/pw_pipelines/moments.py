@@ -6,9 +6,10 @@ that were not measured. Axes: L MoE layers, E experts, H hidden, I inner, K inpu
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import IntEnum
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,8 +19,9 @@ from torch import Tensor
 from pw.blocks import MODULES, BlockKey, ExpertGeometry, Module
 from pw.errors import ConfigError, ModelError
 from pw.models.dense import ExpertCall, ExpertObserver
+from pw_pipelines.hessians import HessianSums
 from pw_pipelines.observation import ObservedModel, adding_up, batches, part_of
-from pw_pipelines.progress import Progress
+from pw_pipelines.progress import Advance, Progress
 from pw_pipelines.ranks import ALONE, Ranks
 from pw_pipelines.savepoint import Savepoint
 
@@ -37,25 +39,34 @@ class Coverage(IntEnum):
 
 
 class MomentSums(ExpertObserver):
-    """Sums of squared inputs per block, token counts and router mass per expert, in float64."""
+    """Sums of squared inputs per block, token counts and router mass per expert, in float64.
 
-    def __init__(self, geometry: ExpertGeometry) -> None:
+    They are where the model is: nothing waits for a GPU.
+    """
+
+    def __init__(
+        self,
+        geometry: ExpertGeometry,
+        device: torch.device = torch.device("cpu"),  # noqa: B008
+    ) -> None:
         self.geometry = geometry
         shape = (len(geometry.layers), geometry.experts)
+        real: dict[str, Any] = {"dtype": torch.float64, "device": device}
+        whole: dict[str, Any] = {"dtype": torch.int64, "device": device}
         self.squares: dict[Module, Tensor] = {
-            m: torch.zeros((*shape, geometry.shape(m).cols), dtype=torch.float64) for m in MODULES
+            m: torch.zeros((*shape, geometry.shape(m).cols), **real) for m in MODULES
         }
-        self.rows = torch.zeros((*shape, len(MODULES)), dtype=torch.int64)  # finite ones
+        self.rows = torch.zeros((*shape, len(MODULES)), **whole)  # finite ones
         self.dropped = torch.zeros_like(self.rows)
-        self.tokens = torch.zeros(shape, dtype=torch.int64)
-        self.mass = torch.zeros(shape, dtype=torch.float64)
+        self.tokens = torch.zeros(shape, **whole)
+        self.mass = torch.zeros(shape, **real)
 
     def routed(self, slot: int, inputs: Tensor, ids: Tensor, weights: Tensor) -> None:
         """Count routed tokens and router weight; tokens that are not finite do not count."""
-        finite = torch.isfinite(inputs).all(1)
-        flat = ids[finite].flatten().cpu()
-        self.tokens[slot] += torch.bincount(flat, minlength=self.geometry.experts)
-        self.mass[slot].index_add_(0, flat, weights[finite].flatten().double().cpu())
+        finite = torch.isfinite(inputs).all(1, keepdim=True)
+        flat = ids.flatten()
+        self.tokens[slot].index_add_(0, flat, finite.expand(ids.shape).flatten().long())
+        self.mass[slot].index_add_(0, flat, torch.where(finite, weights, 0.0).flatten().double())
 
     def expert(self, call: ExpertCall) -> None:
         """Add up the squared inputs of both blocks."""
@@ -70,12 +81,43 @@ class MomentSums(ExpertObserver):
 
     def _add(self, slot: int, expert: int, module: Module, inputs: Tensor) -> None:
         """Rows of inputs [n, K] that are not finite are dropped and counted."""
-        finite = torch.isfinite(inputs).all(1)
-        kept = inputs if finite.all() else inputs[finite]
-        index = MODULES.index(module)
-        self.squares[module][slot, expert] += kept.double().square().sum(0).cpu()
-        self.rows[slot, expert, index] += kept.shape[0]
-        self.dropped[slot, expert, index] += inputs.shape[0] - kept.shape[0]
+        finite = torch.isfinite(inputs).all(1, keepdim=True)
+        kept, index = torch.where(finite, inputs, 0.0), MODULES.index(module)
+        self.squares[module][slot, expert] += kept.double().square_().sum(0)
+        count = finite.sum()
+        self.rows[slot, expert, index] += count
+        self.dropped[slot, expert, index] += inputs.shape[0] - count
+
+    def of_layer(self, layer: int) -> MomentSums:
+        """The sums of one layer, on the CPU."""
+        one = MomentSums(replace(self.geometry, layers=(layer,)))
+        slot = self.geometry.slot(layer)
+        for name, tensor in self.state().items():
+            one.state()[name].copy_(tensor[slot, None])
+        return one
+
+
+class LayerSums(ExpertObserver):
+    """All that the fit of a layer needs, from one reading of the text.
+
+    Args:
+        geometry: Of the experts.
+        device: Where the sums are.
+        wanted: Slots of the layers whose Hessians will be asked for.
+    """
+
+    def __init__(
+        self, geometry: ExpertGeometry, device: torch.device, wanted: Collection[int]
+    ) -> None:
+        self.moments = MomentSums(geometry, device)
+        self.hessians = HessianSums(geometry, device, wanted)
+        self.routed = self.moments.routed  # type: ignore[method-assign]
+        self.state = self.moments.state  # type: ignore[method-assign]
+
+    def expert(self, call: ExpertCall) -> None:
+        """Take in an expert's tokens."""
+        self.moments.expert(call)
+        self.hessians.expert(call)
 
 
 @dataclass(frozen=True)
@@ -91,6 +133,10 @@ class Moments:
     def of(self, module: Module) -> NDArray[np.float32]:
         """[L, E, K] of one module."""
         return self.gate_up if module == "gate_up" else self.down
+
+    def layer(self, slot: int) -> Moments:
+        """Those of one layer, L = 1."""
+        return Moments(**{n: getattr(self, n)[slot : slot + 1] for n in self.__dataclass_fields__})
 
     def arrays(self) -> dict[str, NDArray[np.generic]]:
         """The table `moments` of an artifact."""
@@ -112,33 +158,66 @@ class Moments:
         return {c.name.lower(): int((self.coverage == c).sum()) for c in Coverage}
 
 
+Give = Callable[[int, Moments, Mapping[Module, Tensor]], None]
+
+
 def measure_moments(
     model: ObservedModel,
     windows: Tensor,
-    progress: Progress,
+    give: Give = lambda *_: None,
+    *,
+    hessians: Collection[int] = (),
+    advance: Advance = lambda _: None,
     savepoint: Savepoint | None = None,
     ranks: Ranks = ALONE,
 ) -> Moments:
-    """Run the model over windows [P, S] and measure all blocks; goes on from `savepoint`.
+    """Run the model over windows [P, S] once and measure all blocks; goes on from `savepoint`.
 
     Several ranks read a part each and add up; all of them get the result.
+
+    Args:
+        model: Reads.
+        windows: Tokens, of all ranks together.
+        give: Called when a layer has been read, with its number, its moments (L = 1) and its
+            Hessians {module: [E, K, K]}; the next layer waits, and is not begun before it returns.
+        hessians: Layers, by the model's own index, whose Hessians are wanted.
+        advance: Called with the number of windows each time a layer has read some.
+        savepoint: Where a reading that needs a file is saved after every layer.
+        ranks: Who shares the work.
 
     Raises:
         ConfigError: In some layer no expert saw enough tokens.
         ModelError: Too many rows of a block's input are not finite.
     """
-    sums = MomentSums(model.geometry)
-    windows = part_of(windows, ranks)
-    units = windows.shape[0] * model.layers
-    with progress.stage("calibration", units, "samples x layers") as advance:
-        model.read(
-            windows,
-            [sums] * len(list(batches(windows))),
-            advance=advance,
-            savepoint=savepoint,
-            after_layer=adding_up(sums, model.geometry, ranks),
-        )
-    return finish_moments(sums)
+    geometry = model.geometry
+    sums = LayerSums(geometry, model.device, {geometry.slot(layer) for layer in hessians})
+    own = part_of(windows, ranks)
+    add_up = adding_up(sums, geometry, ranks)
+
+    def after(layer: int) -> None:
+        if layer not in geometry.layers:
+            return
+        add_up(layer)
+        moments, found = finish_moments(sums.moments.of_layer(layer)), {}
+        if layer in hessians:
+            sums.hessians.add_up(geometry.slot(layer), ranks)
+            found = sums.hessians.take(geometry.slot(layer))
+        give(layer, moments, found)
+
+    model.read(
+        own,
+        [sums] * len(list(batches(own))),
+        advance=advance,
+        savepoint=savepoint,
+        after_layer=after,
+    )
+    return joined([finish_moments(sums.moments.of_layer(layer)) for layer in geometry.layers])
+
+
+def joined(layers: Sequence[Moments]) -> Moments:
+    """Moments of several layers as one."""
+    names = Moments.__dataclass_fields__
+    return Moments(**{n: np.concatenate([getattr(one, n) for one in layers]) for n in names})
 
 
 def finish_moments(sums: MomentSums) -> Moments:
@@ -215,15 +294,18 @@ def _fill(squares: Tensor, rows: Tensor, *, per_column: bool) -> Tensor:
     return torch.where(count == 0, scale[:, None, None], filled)
 
 
-def report_coverage(moments: Moments, progress: Progress, *, strict: bool) -> None:
-    """Warn of experts that the calibration text hardly reaches.
+def report_coverage(
+    moments: Moments, progress: Progress, *, strict: bool, layer: int | None = None
+) -> None:
+    """Warn of experts that the calibration text hardly reaches; `layer` if they are those of one.
 
     Raises:
         ConfigError: `strict`, and some expert saw too few tokens.
     """
     counts, experts = moments.counts(), moments.coverage.size
+    where = "" if layer is None else f"layer {layer}: "
     summary = (
-        f"of {experts} experts {counts['dead']} saw no calibration token and "
+        f"{where}of {experts} experts {counts['dead']} saw no calibration token and "
         f"{counts['thin']} fewer than {THIN_TOKENS}"
     )
     hint = "give more or other text: --nsamples, --dataset"

@@ -67,6 +67,10 @@ class ObservedModel:
         """Number of decoder layers, dense ones included."""
         return self._model.layers
 
+    def expert_weight(self, key: BlockKey) -> Tensor:
+        """Weight [N, K] of a block of the layer that was read last, in the checkpoint's dtype."""
+        return self._original(self.geometry.slot(key.layer), key.expert, key.module, self.device)
+
     @torch.no_grad()
     def read(
         self,

@@ -1,18 +1,19 @@
 """The stage `quantize`: a checkpoint becomes an artifact of nested bit-planes.
 
-Streams one (layer, module) at a time from the checkpoint; killed at any moment it goes on at the
-first unfinished one and the same bytes result. Several ranks read a part of the text each, then fit
-a share of the (layer, module) pairs each; the first one publishes. The maths is in `codebook` and
-`refit`, the files in `pw.store`.
-
-Axes: E experts, N rows, K columns, B planes.
+The model reads the calibration text once, layer by layer; when a layer has been read its moments
+are known and its experts in memory, and they are fitted and written before the next one is loaded.
+Killed at any moment it goes on at the first unfinished (layer, module) and the same bytes result;
+text whose hidden states need a file is not read again below that layer, other text is little.
+Several ranks read a part of the text each and fit a share of the (layer, module) pairs each; the
+first one publishes.
 """
 
 from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,30 +22,42 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pw.blocks import MODULES, BlockKey, ExpertGeometry, Module
+from pw.blocks import MODULES, ExpertGeometry, Module
 from pw.config import WIDTHS, QuantizeConfig
 from pw.errors import ConfigError, ModelError
 from pw.models.checkpoint import Checkpoint
-from pw.models.resolve import BUNDLED, resolve_model
+from pw.models.header import DTYPES
+from pw.models.resolve import BUNDLED, pinned, resolve_model
 from pw.models.tokenizer import load_tokenizer
-from pw.store.artifact import Artifact
+from pw.store.artifact import QUANTIZE, Artifact
 from pw.store.manifest import ModelRecord
+from pw.store.tensor_file import TensorSource
 from pw.store.writer import ArtifactWriter
-from pw_kernels.bitplane import bit_reverse_lut, lut_bytes, pack_planes, plane_bytes
+from pw_kernels.bitplane import lut_bytes, plane_bytes
 from pw_pipelines.calibration import CalibrationSet, calibration_set
-from pw_pipelines.codebook import fit_codebook
-from pw_pipelines.hessians import read_hessians
+from pw_pipelines.fitting import BlockFitter, refuse_infinite
+from pw_pipelines.focus import Focus
 from pw_pipelines.moments import Moments, measure_moments, report_coverage
-from pw_pipelines.observation import ObservedModel
+from pw_pipelines.observation import ObservedModel, part_of
 from pw_pipelines.progress import Progress
 from pw_pipelines.ranks import ALONE, Ranks
-from pw_pipelines.refit import refit
+from pw_pipelines.rates import seconds_per_operation
+from pw_pipelines.refit import refit_operations
 from pw_pipelines.savepoint import Savepoint
 
 RECIPE = "recipe.toml"  # its name in an artifact
 
-_WEIGHTS_PER_FIT = 1 << 24  # experts are fitted together up to this many weights
 _FLOAT16_LIMIT = 65504.0
+
+
+@dataclass(frozen=True)
+class QuantizeCosts:
+    """What a run of `quantize` cost; of a finished artifact, what it cost to see that."""
+
+    seconds: dict[str, float]  # opening (digests included), reading, fitting, publishing
+    bytes_read: int  # from the checkpoint
+    bytes_least: int  # of the checkpoint, each once
+    floor_seconds: float  # see `floor_seconds`
 
 
 @dataclass(frozen=True)
@@ -61,6 +74,7 @@ class QuantizeReport:
     coverage: dict[str, int]  # experts by `Coverage`
     samples: int
     tokens: int
+    costs: QuantizeCosts
 
 
 def run(
@@ -73,6 +87,7 @@ def run(
     device: str = "auto",
     recipe: Path | None = None,
     ranks: Ranks = ALONE,
+    focus: Focus | None = None,
 ) -> QuantizeReport:
     """Quantize the routed experts of `model` into the artifact `out`.
 
@@ -85,10 +100,12 @@ def run(
         device: "auto", "cpu" or "cuda".
         recipe: File that says how the artifact is made, kept in it.
         ranks: Who shares the work; each calls this with equal arguments.
+        focus: The width of each block that counts most; None: all count alike.
 
     Raises:
         PwError: See its subclasses; a folder left by a stop resumes.
     """
+    started = time.perf_counter()
     path = resolve_model(model)
     checkpoint = Checkpoint.open(path)
     samples = calibration_set(config.calibration, load_tokenizer(path))
@@ -96,21 +113,30 @@ def run(
     itemsize = checkpoint.weight_dtype.itemsize
     max_bits = config.max_bits or auto_max_bits(geometry, config.min_bits, itemsize)
     lut_dtype = choose_lut_dtype(checkpoint)
-    settings = quantize_settings(config, samples)
+    settings = quantize_settings(config, samples, focus)
+    where = torch.device(ranks.device(device))
     record = _model_record(model, path, checkpoint)
+    opening = time.perf_counter() - started
     open_writer = partial(
         ArtifactWriter.open, out, record, geometry, config.min_bits, max_bits, lut_dtype, settings
     )
     with _open_together(open_writer, overwrite, ranks) as writer:
-        moments = _moments(writer, checkpoint, samples, config, progress, device, ranks)
-        report_coverage(moments, progress, strict=config.strict_coverage)
-        _write_blocks(writer, checkpoint, samples, moments, config, progress, device, ranks)
+        moments, seconds = _fit_layers(
+            writer, checkpoint, samples, config, progress, where, ranks, focus
+        )
         if ranks.first:
             _write_rest(writer, checkpoint, recipe)
             report = {"coverage": moments.counts(), "tokens": samples.windows.numel()}
             writer.publish(report)
     ranks.wait()
     artifact = Artifact.open(out)
+    seconds = {"opening": opening, **seconds}
+    seconds["publishing"] = time.perf_counter() - started - sum(seconds.values())
+    costs = QuantizeCosts(
+        seconds, checkpoint.shards.bytes_read, checkpoint.shards.nbytes,
+        floor_seconds(checkpoint, samples.windows.numel(), artifact.manifest.widths, config, where),
+    )  # fmt: skip
+    _print_costs(costs, geometry.blocks, progress)
     return QuantizeReport(
         path=Path(out),
         min_bits=artifact.min_bits,
@@ -122,12 +148,46 @@ def run(
         coverage=moments.counts(),
         samples=samples.windows.shape[0],
         tokens=samples.windows.numel(),
+        costs=costs,
     )
 
 
-def quantize_settings(config: QuantizeConfig, samples: CalibrationSet) -> dict[str, Any]:
+def floor_seconds(
+    checkpoint: Checkpoint,
+    tokens: int,
+    widths: Sequence[int],
+    config: QuantizeConfig,
+    device: torch.device,
+) -> float:
+    """Least time of `quantize` here: its matrix products at the speed of one large product."""
+    geometry, joint = checkpoint.geometry, config.codebook == "joint"
+    routed = geometry.weights * geometry.top_k // geometry.experts
+    operations = 2 * tokens * (routed + checkpoint.dense_weights_in_layers())
+    if joint:
+        squares = sum(geometry.shape(module).cols ** 2 for module in MODULES)
+        operations += 2 * tokens * geometry.top_k * len(geometry.layers) * squares
+        for shape in map(geometry.shape, MODULES):
+            blocks = len(geometry.layers) * geometry.experts
+            operations += refit_operations(blocks * shape.weights, shape.cols, len(widths))
+    return operations * seconds_per_operation(device)
+
+
+def _print_costs(costs: QuantizeCosts, blocks: int, progress: Progress) -> None:
+    stages = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in costs.seconds.items())
+    progress.note(f"quantize: {blocks} blocks in {sum(costs.seconds.values()):.1f} s: {stages}")
+    progress.note(
+        f"read {costs.bytes_read:,} bytes of the checkpoint's {costs.bytes_least:,}; "
+        f"its products alone would take {costs.floor_seconds:.1f} s here"
+    )
+
+
+def quantize_settings(
+    config: QuantizeConfig, samples: CalibrationSet, focus: Focus | None = None
+) -> dict[str, Any]:
     """Everything but the model that decides the bytes of an artifact."""
+    tuned = {} if focus is None else {"focus": focus.settings()}
     return {
+        **tuned,
         "min_bits": config.min_bits,
         "max_bits": config.max_bits,
         "codebook": config.codebook,
@@ -169,26 +229,6 @@ def choose_lut_dtype(checkpoint: Checkpoint) -> torch.dtype:
     return torch.float16 if fits else torch.bfloat16
 
 
-def quantize_blocks(
-    weights: Tensor,  # [E, N, K]
-    moments: Tensor,  # [E, K]
-    min_bits: int,
-    max_bits: int,
-    lut_dtype: torch.dtype,
-    hessians: Tensor | None = None,  # [E, K, K]; None: inputs count as uncorrelated
-) -> tuple[Tensor, dict[int, Tensor]]:
-    """Planes [E, B, tiles, 128] int32 and LUTs {b: [E, N, 2^b]} in kernel order of some experts."""
-    experts, rows, cols = weights.shape
-    book = fit_codebook(
-        weights.flatten(0, 1), moments.repeat_interleave(rows, 0), min_bits, max_bits, lut_dtype
-    )
-    if hessians is not None:
-        book = refit(book, weights, hessians).book
-    planes = pack_planes(book.codes.view(experts, rows, cols), max_bits)
-    luts = {b: bit_reverse_lut(lut).view(experts, rows, -1) for b, lut in book.luts.items()}
-    return planes, luts
-
-
 def _open_together(
     open_writer: Callable[..., ArtifactWriter], overwrite: bool, ranks: Ranks
 ) -> ArtifactWriter:
@@ -203,77 +243,90 @@ def _open_together(
     return writer
 
 
-def _moments(
+def _fit_layers(
     writer: ArtifactWriter,
     checkpoint: Checkpoint,
     samples: CalibrationSet,
     config: QuantizeConfig,
     progress: Progress,
-    device: str,
+    device: torch.device,
     ranks: Ranks,
-) -> Moments:
-    """Moments of an earlier, interrupted run, or measured now and kept for the next."""
+    focus: Focus | None,
+) -> tuple[Moments, dict[str, float]]:
+    """Moments of all layers, and their blocks: each rank fits its share of those that are not
+    done. Also the seconds that went into reading and fitting.
+    """
+    started = time.perf_counter()
+    work = [(layer, module) for layer in checkpoint.geometry.layers for module in MODULES]
+    left = [pair for pair in work if not writer.done(*pair)]
+    costs = [float(checkpoint.geometry.shape(module).weights) for _, module in left]
+    mine = {left[index] for index in ranks.own(costs)}
+    fitter = BlockFitter(writer, checkpoint, mine, device, focus)
     inputs = {"calibration": samples.digest}
-    if writer.table_done("moments", config.calibration, inputs):
-        return Moments.from_arrays(writer.table("moments").arrays)
+    measured = writer.table_done("moments", config.calibration, inputs)
+    if measured and (not left or config.codebook == "kmeans"):
+        moments = Moments.from_arrays(writer.table("moments").arrays)
+        report_coverage(moments, progress, strict=config.strict_coverage)
+        for slot, layer in enumerate(checkpoint.geometry.layers):
+            fitter.fit(layer, moments.layer(slot), {}, checkpoint.expert_weight)
+    else:
+        layers = {layer for layer, _ in left}
+        moments = _read(writer, checkpoint, samples, config, progress, ranks, fitter, layers)
+        report_coverage(moments, progress, strict=config.strict_coverage)
+        if ranks.first and not measured:
+            report = {"coverage": moments.counts()}
+            writer.write_table("moments", moments.arrays(), {}, config.calibration, inputs, report)
+    ranks.wait()
+    writer.find_done()
+    reading = time.perf_counter() - started - fitter.seconds
+    return moments, {"reading": reading, "fitting": fitter.seconds}
+
+
+def _read(
+    writer: ArtifactWriter,
+    checkpoint: Checkpoint,
+    samples: CalibrationSet,
+    config: QuantizeConfig,
+    progress: Progress,
+    ranks: Ranks,
+    fitter: BlockFitter,
+    layers: set[int],
+) -> Moments:
+    """Read the text and fit the blocks of `layers` on the way."""
     if samples.available < config.calibration.nsamples:
         progress.note(
             f"calibration text gives {samples.available} samples of {config.calibration.nsamples}"
         )
-    known = {"model": dict(writer.manifest.model.files), "device": device, **inputs}
-    savepoint = Savepoint(writer.path, "moments", known, ranks)
+    known = {
+        "model": dict(writer.manifest.model.files), "device": fitter.device.type,
+        "calibration": samples.digest,
+    }  # fmt: skip
+    savepoint = Savepoint(writer.path, QUANTIZE, known, ranks)
+    if layers and savepoint.done() > min(layers):  # somebody removed blocks, not the savepoint
+        savepoint.clear()
+    model = ObservedModel(checkpoint, str(fitter.device), scratch=writer.path.parent)
+    windows = samples.windows
+
+    def give(layer: int, moments: Moments, hessians: Mapping[Module, Tensor]) -> None:
+        if config.strict_coverage:
+            report_coverage(moments, progress, strict=True, layer=layer)
+        fitter.fit(layer, moments, hessians, model.expert_weight)
+
     try:
-        model = ObservedModel(checkpoint, ranks.device(device), scratch=writer.path.parent)
-        moments = measure_moments(model, samples.windows, progress, savepoint, ranks)
+        with progress.stage(
+            "calibration", len(part_of(windows, ranks)) * model.layers, "samples x layers"
+        ) as advance:
+            moments = measure_moments(
+                model, windows, give,
+                hessians=layers if config.codebook == "joint" else (),
+                advance=advance, savepoint=savepoint, ranks=ranks,
+            )  # fmt: skip
     except ModelError:  # name the weights at fault where it is they
-        for key in list(checkpoint.geometry.keys()):
-            _finite_weight(checkpoint, key)
+        refuse_infinite(checkpoint, list(checkpoint.geometry.keys()), checkpoint.expert_weight)
         raise
-    if ranks.first:
-        report = {"coverage": moments.counts()}
-        writer.write_table("moments", moments.arrays(), {}, config.calibration, inputs, report)
     ranks.wait()
     savepoint.clear()
     return moments
-
-
-def _write_blocks(
-    writer: ArtifactWriter,
-    checkpoint: Checkpoint,
-    samples: CalibrationSet,
-    moments: Moments,
-    config: QuantizeConfig,
-    progress: Progress,
-    device: str,
-    ranks: Ranks,
-) -> None:
-    """Blocks; each rank fits its share of those that are not done."""
-    geometry, device = checkpoint.geometry, ranks.device(device)
-    work = [(layer, module) for layer in geometry.layers for module in MODULES]
-    left = [pair for pair in work if not writer.done(*pair)]
-    own = ranks.own([float(geometry.shape(module).weights) for _, module in left])
-    mine = {left[index] for index in own}
-    done = len(work) - len(left)
-    with progress.stage("quantize", (done + len(mine)) * geometry.experts, "blocks") as advance:
-        advance(done * geometry.experts)
-
-        def fit(layer: int, hessians: Mapping[Module, Tensor]) -> None:
-            for module in (m for m in MODULES if (layer, m) in mine):
-                planes, luts = _fit(
-                    writer, checkpoint, moments, layer, module, device, hessians.get(module)
-                )
-                writer.write_blocks(layer, module, planes, luts)
-                advance(geometry.experts)
-
-        layers = sorted({layer for layer, _ in left})
-        if config.codebook == "kmeans":
-            for layer in layers:
-                fit(layer, {})
-        elif layers:
-            model = ObservedModel(checkpoint, device, scratch=writer.path.parent)
-            read_hessians(model, samples.windows, layers, fit, ranks=ranks)
-    ranks.wait()
-    writer.find_done()
 
 
 def _write_rest(writer: ArtifactWriter, checkpoint: Checkpoint, recipe: Path | None) -> None:
@@ -281,10 +334,20 @@ def _write_rest(writer: ArtifactWriter, checkpoint: Checkpoint, recipe: Path | N
     if writer.complete:
         return
     if not writer.dense_done:
-        writer.write_dense((name, checkpoint.read(name)) for name in checkpoint.dense_keys())
+        writer.write_dense(dense_sources(checkpoint))
     writer.copy_files(checkpoint.path)
     if recipe is not None:
         _keep_recipe(writer, recipe)
+
+
+def dense_sources(checkpoint: Checkpoint) -> dict[str, TensorSource]:
+    """All tensors but expert weights by their names on disk, to be read when they are written."""
+    found = {}
+    for name in checkpoint.dense_keys():
+        entry = checkpoint.shards.entry(name)
+        read = partial(checkpoint.read, name)
+        found[name] = TensorSource(DTYPES[entry.dtype], entry.shape, read)
+    return found
 
 
 def _keep_recipe(writer: ArtifactWriter, recipe: Path) -> None:
@@ -293,53 +356,13 @@ def _keep_recipe(writer: ArtifactWriter, recipe: Path) -> None:
         writer.copy_files(folder, [RECIPE])
 
 
-def _fit(
-    writer: ArtifactWriter,
-    checkpoint: Checkpoint,
-    moments: Moments,
-    layer: int,
-    module: Module,
-    device: str,
-    hessians: Tensor | None,  # [E, K, K]
-) -> tuple[Tensor, dict[int, Tensor]]:
-    """Planes and LUTs of all experts of one (layer, module), on the CPU."""
-    geometry, manifest = checkpoint.geometry, writer.manifest
-    mean_squares = torch.from_numpy(moments.of(module)[geometry.slot(layer)])
-    group = max(1, _WEIGHTS_PER_FIT // geometry.shape(module).weights)
-    parts = []
-    for first in range(0, geometry.experts, group):
-        experts = range(first, min(first + group, geometry.experts))
-        weights = [_finite_weight(checkpoint, BlockKey(layer, e, module)) for e in experts]
-        planes, luts = quantize_blocks(
-            torch.stack(weights).to(device),
-            mean_squares[first : experts.stop].to(device),
-            manifest.min_bits,
-            manifest.max_bits,
-            getattr(torch, manifest.lut_dtype),
-            None if hessians is None else hessians[first : experts.stop].to(device),
-        )
-        parts.append((planes.cpu(), {b: lut.cpu() for b, lut in luts.items()}))
-    merged = {b: torch.cat([luts[b] for _, luts in parts]) for b in parts[0][1]}
-    return torch.cat([planes for planes, _ in parts]), merged
-
-
-def _finite_weight(checkpoint: Checkpoint, key: BlockKey) -> Tensor:
-    weight = checkpoint.expert_weight(key)
-    if not torch.isfinite(weight).all():
-        raise ModelError(
-            f"weights of {key} are not finite: `{checkpoint.path}`",
-            "the checkpoint is damaged: fetch it again",
-        )
-    return weight
-
-
 def _model_record(model: str, path: Path, checkpoint: Checkpoint) -> ModelRecord:
     """Provenance. A folder is recorded by its path, a bundled model or hub id by its name."""
     local = model not in BUNDLED and Path(model).expanduser().is_dir()
     config: Any = checkpoint.architecture.config
     return ModelRecord(
         name=path.name if local else model,
-        source=str(path) if local else model,
+        source=str(path) if local else model if model in BUNDLED else pinned(model, path),
         revision=path.name if path.parent.name == "snapshots" else "",
         architecture=(config.architectures or [config.model_type])[0],
         files=checkpoint.fingerprint(),

@@ -90,13 +90,13 @@ class Ranks:
         return mine
 
     def add_up(self, tensors: Iterable[Tensor]) -> None:
-        """Replace CPU tensors by their sums over the ranks, added in the order of the ranks."""
+        """Replace tensors by their sums over the ranks, added in the order of the ranks."""
         if self.size == 1:
             return
         for tensor in tensors:
-            parts = [torch.empty_like(tensor, memory_format=torch.contiguous_format)
-                     for _ in range(self.size)]  # fmt: skip
-            dist.all_gather(parts, tensor.contiguous())
+            host = tensor.cpu().contiguous()
+            parts = [torch.empty_like(host) for _ in range(self.size)]
+            dist.all_gather(parts, host)
             total = parts[0]
             for part in parts[1:]:
                 total += part

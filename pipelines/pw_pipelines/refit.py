@@ -13,8 +13,10 @@ and all widths share one code. The refit minimises SUM_b importance_b * e_b / e_
     tables   least squares at each width, by conjugate gradients
 
 Fitting the widths together is what keeps the code nested: descent for the narrowest width alone
-leaves codes that wider widths cannot use (docs/quality-planner.md has the figures). Pure maths on
-tensors, in float32; rows do not depend on each other. Tables need not ascend along a row.
+leaves codes that wider widths cannot use (docs/quality-planner.md has the figures). Where it is
+known at which width a block will mostly be, its `focus`, that width counts most, its neighbours
+some, the others hardly (`pw_pipelines.tune`). Pure maths on tensors, in float32; rows do not depend
+on each other. Tables need not ascend along a row.
 
 Axes: E blocks, N rows, K columns, W widths, C levels of all widths' tables side by side, S columns
 of a strip.
@@ -22,7 +24,8 @@ of a strip.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -32,7 +35,9 @@ from pw_pipelines.codebook import Codebook
 
 IMPORTANCE: Mapping[int, float] = {2: 1.0, 3: 1.0, 4: 1.0, 5: 0.5, 6: 0.3, 7: 0.1, 8: 0.1}
 
+_NEAR, _FAR = 0.3, 0.03  # importance of the widths beside the focus, and of those farther away
 _ROUNDS = 2
+_FOCUSED_ROUNDS = 4
 _STRIP = 32  # columns whose changes reach the others by one product
 _STEPS = 8  # of conjugate gradients; tables start from the last ones
 _RIDGE = 1e-3  # pull of a level toward the one before, relative to the mean of diag H
@@ -54,6 +59,7 @@ def refit(
     weights: Tensor,  # [E, N, K], finite
     hessians: Tensor,  # [E, K, K], symmetric, not negative, in any scale
     importance: Mapping[int, float] = IMPORTANCE,
+    focus: Tensor | None = None,  # [E] int64
 ) -> Refit:
     """Refit nested codes of some blocks of one shape. Deterministic on a CPU; a GPU adds up in no
     fixed order.
@@ -63,19 +69,25 @@ def refit(
         weights: What to approximate.
         hessians: One of each block; damped here.
         importance: Width -> weight of its error, relative to that of the start.
+        focus: The width of each block that counts most, in place of `importance`.
     """
     hessians = damped(hessians)
     blocks, rows, cols = weights.shape
     widths = list(book.luts)
+    counts, rounds = torch.tensor([[importance.get(b, 0.0) for b in widths]]), _ROUNDS
+    if focus is not None:
+        counts, rounds = focused(widths, focus), _FOCUSED_ROUNDS
+    counts = counts.to(weights.device)
     codes = book.codes.view(weights.shape)
     levels = torch.cat([book.centroids[b] for b in widths], 1).float().view(blocks, rows, -1)
     count = max(1, _at_once(weights.device.type) // (blocks * cols))
     fits = []
-    for first in range(0, rows, count):
-        some = slice(first, first + count)
-        fit = _Fit(codes[:, some], levels[:, some], weights[:, some].float(), hessians, widths)
-        fit.run([importance.get(b, 0.0) for b in widths])
-        fits.append(fit)
+    with _tensor_cores():
+        for first in range(0, rows, count):
+            some = slice(first, first + count)
+            fit = _Fit(codes[:, some], levels[:, some], weights[:, some].float(), hessians, widths)
+            fit.run(counts, rounds)
+            fits.append(fit)
     tables = torch.cat([fit.tables for fit in fits], 1).flatten(0, 1)
     by_width = dict(zip(widths, torch.split(tables, [1 << b for b in widths], 1), strict=True))
     before, after = (
@@ -88,6 +100,18 @@ def refit(
         centroids={b: table.double() for b, table in by_width.items()},
     )
     return Refit(fitted, before, after)
+
+
+def focused(widths: Sequence[int], focus: Tensor) -> Tensor:
+    """Importance [E, W] of widths [W] for blocks whose focus is [E]."""
+    distance = (torch.tensor(widths) - focus.cpu()[:, None]).abs()
+    return torch.where(distance == 0, 1.0, torch.where(distance == 1, _NEAR, _FAR))
+
+
+def refit_operations(weights: int, cols: int, widths: int) -> int:
+    """Of the products with H that a refit of so many weights of rows of `cols` takes."""
+    products = 2 + (_ROUNDS + 1) * (1 + _STEPS) + 2 * _ROUNDS
+    return 2 * weights * cols * widths * products
 
 
 def refit_bytes(weights: int, widths: int, device: str) -> int:
@@ -105,6 +129,19 @@ def damped(hessians: Tensor) -> Tensor:
     scale = hessians.diagonal(dim1=1, dim2=2).mean(1)[:, None, None]
     eye = torch.eye(hessians.shape[1], device=hessians.device, dtype=hessians.dtype)
     return torch.where(scale > 0, hessians / scale.clamp_min(_TINY), eye).float() + _DAMPING * eye
+
+
+@contextmanager
+def _tensor_cores() -> Iterator[None]:
+    """Let a GPU multiply float32 with 10 bits of mantissa: its float32 units would bind the refit,
+    and errors fall as far (tests/pipelines/test_refit.py rounds so on a CPU).
+    """
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = True
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
 
 
 def _at_once(device: str) -> int:
@@ -135,12 +172,11 @@ class _Fit:
         self.before = self.errors()
         self.roots = torch.ones_like(self.before)  # of what a unit of e_b counts, [E, N, W]
 
-    def run(self, importance: list[float]) -> None:
-        """Fit by turns; importance [W] is of errors relative to those at the start."""
-        counts = self.before.new_tensor(importance) / self.before.clamp_min(_TINY)
-        self.roots = counts.sqrt()
+    def run(self, importance: Tensor, rounds: int) -> None:
+        """Fit by turns; importance [E or 1, W] is of errors relative to those at the start."""
+        self.roots = (importance[:, None] / self.before.clamp_min(_TINY)).sqrt()
         self.fit_tables()
-        for _ in range(_ROUNDS):
+        for _ in range(rounds):
             self.sweep()
             self.fit_tables()
 
@@ -230,8 +266,7 @@ class _Fit:
         for place, column in enumerate(range(strip.start, strip.stop)):
             own = self.hessians[:, column, column, None, None]
             wanted = (levels[..., column] + pulls[..., place] / own) * self.roots
-            cost = (scaled - wanted.index_select(2, self.width_of)).square_()
-            code = self._least(cost)
+            code = self._nearest(scaled, wanted)
             self.codes[:, :, column] = code.to(torch.uint8)
             level = self.tables.gather(2, self.places(code))
             fall = levels[..., column] - level
@@ -240,13 +275,17 @@ class _Fit:
             moved[..., place] = fall
         return moved
 
-    def _least(self, cost: Tensor) -> Tensor:
-        """Code [E, N] of the widest width that costs least, all widths added: [E, N, C] each."""
-        narrow, *wider = torch.split(cost, self.sizes, 2)
-        for own in wider:
-            blocks, rows, levels = narrow.shape
-            narrow = (own.view(blocks, rows, levels, -1) + narrow[..., None]).flatten(2)
-        return narrow.argmin(2)
+    def _nearest(self, scaled: Tensor, wanted: Tensor) -> Tensor:
+        """Code [E, N] of the widest width whose levels, squared distances of all widths added, are
+        nearest to the wanted ones [E, N, W].
+        """
+        tables = torch.split(scaled, self.sizes, 2)
+        cost = (tables[0] - wanted[..., :1]).square_()
+        for width, table in enumerate(tables[1:], 1):
+            own = (table - wanted[..., width, None]).square_()
+            own.view(*cost.shape, -1).add_(cost[..., None])
+            cost = own
+        return cost.argmin(2)
 
 
 def _ratio(above: Tensor, below: Tensor) -> Tensor:

@@ -50,6 +50,12 @@ class Savepoint:
         """Whether to save at all: only if every rank needs it."""
         return bool(self._ranks.least(int(needed)))
 
+    def done(self) -> int:
+        """Steps done by an earlier run with these inputs, by all ranks; changes nothing."""
+        identity = self._folder / _IDENTITY
+        own = identity.is_file() and identity.read_text() == self._identity
+        return self._ranks.least(max(self._done(_SUMS), self._done(_BEFORE)) if own else 0)
+
     def open(self) -> tuple[int, dict[str, Tensor]]:
         """Steps done by an earlier run with these inputs, and what it had measured; 0 if none.
 

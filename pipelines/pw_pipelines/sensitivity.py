@@ -61,14 +61,19 @@ class GradientSums(ExpertObserver):
         geometry: Of the experts.
         widths: Number of widths W.
         errors: dW [W, N, K] of a block.
+        device: Where the sums are: that of the model.
     """
 
     def __init__(
-        self, geometry: ExpertGeometry, widths: int, errors: Callable[[BlockKey], Tensor]
+        self,
+        geometry: ExpertGeometry,
+        widths: int,
+        errors: Callable[[BlockKey], Tensor],
+        device: torch.device = torch.device("cpu"),  # noqa: B008
     ) -> None:
         self.geometry = geometry
         shape = (len(geometry.layers), geometry.experts, len(MODULES), widths)
-        self.sums = torch.zeros(shape, dtype=torch.float64)
+        self.sums = torch.zeros(shape, dtype=torch.float64, device=device)
         self._errors = errors
 
     def expert(self, call: ExpertCall) -> None:
@@ -81,7 +86,7 @@ class GradientSums(ExpertObserver):
         sums = self.sums[call.slot, call.expert, MODULES.index(module)]
 
         def take_in(gradient: Tensor) -> None:  # [n, N]
-            sums.add_(output_gradient_sums(self._errors(key), inputs, gradient).cpu())
+            sums.add_(output_gradient_sums(self._errors(key), inputs, gradient))
 
         output.register_hook(take_in)  # type: ignore[no-untyped-call]
 
@@ -223,7 +228,7 @@ def _measure(
     """Scores by metric [L, E, M, W] over all windows [P, S], and the arrays of the table."""
     moments = Moments.from_arrays(artifact.table("moments").arrays)
     errors = BlockErrors(blocks, checkpoint)
-    sums = GradientSums(artifact.geometry, len(blocks.widths), errors)
+    sums = GradientSums(artifact.geometry, len(blocks.widths), errors, model.device)
     own = part_of(windows, ranks)
     with progress.stage(STAGE, model.backward_units(own.shape[0]), "samples x layers") as advance:
         add_up = adding_up(sums, artifact.geometry, ranks)
@@ -231,7 +236,7 @@ def _measure(
     energies = errors.energies()
     predicted_tokens = windows.shape[0] * (windows.shape[1] - 1)
     scores = {
-        "output_gradient": fill_rare(sums.sums.numpy() / predicted_tokens, moments.tokens),
+        "output_gradient": fill_rare(sums.sums.cpu().numpy() / predicted_tokens, moments.tokens),
         "hessian": fill_rare(_hessian(energies, moments), moments.tokens),
     }
     arrays: dict[str, NDArray[np.generic]] = {

@@ -55,6 +55,14 @@ def write(settings: dict[str, Any], out: Path, *, seed: int = 0, device: str = "
     return writer.bytes
 
 
+def fewer_layers(settings: dict[str, Any], layers: int) -> dict[str, Any]:
+    """The config with its last layers alone."""
+    changed = settings | {"num_hidden_layers": layers}
+    if "layer_types" in settings:
+        changed["layer_types"] = settings["layer_types"][-layers:]
+    return changed
+
+
 def _by_layer(model: Any) -> list[dict[str, Tensor]]:
     """Tensors of the model on meta: those of no layer, then each layer's."""
     groups: dict[int, dict[str, Tensor]] = {}
@@ -84,9 +92,7 @@ def main() -> None:
     given = parser.parse_args()
     settings = json.loads(given.config.read_text("utf-8"))
     if given.layers is not None:
-        settings["num_hidden_layers"] = given.layers
-        if "layer_types" in settings:
-            settings["layer_types"] = settings["layer_types"][-given.layers :]
+        settings = fewer_layers(settings, given.layers)
     print(f"{given.folder}: {write(settings, given.folder, device=given.device):,} bytes")
 
 

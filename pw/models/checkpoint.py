@@ -7,6 +7,7 @@ on disk: [N rows = outputs, K columns = inputs], gate rows before up rows.
 from __future__ import annotations
 
 import hashlib
+import math
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,11 @@ class Checkpoint:
         """Names on disk of all tensors of the text model that are not routed expert weights."""
         return sorted(self.keymap.dense)
 
+    def dense_weights_in_layers(self) -> int:
+        """Number of weights in the decoder layers that are not routed experts."""
+        names = (name for name, target in self.keymap.dense.items() if ".layers." in target)
+        return sum(math.prod(self.shards.entry(name).shape) for name in names)
+
     def read(self, name: str) -> Tensor:
         """A tensor by its name on disk, in its own dtype."""
         return self.shards.read(name)
@@ -111,6 +117,7 @@ class Checkpoint:
         for file in (self.path / "config.json", *self.shards.files):
             with file.open("rb") as stream:
                 digests[file.name] = hashlib.file_digest(stream, "sha256").hexdigest()
+                self.shards.bytes_read += stream.tell()
         return digests
 
     def _read_pieces(self, key: BlockKey) -> Tensor:

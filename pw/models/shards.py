@@ -27,6 +27,7 @@ class ShardIndex:
 
     def __init__(self, entries: Mapping[str, TensorEntry]) -> None:
         self._entries = dict(entries)
+        self.bytes_read = 0  # by `read`, so far
 
     @classmethod
     def open(cls, path: Path) -> ShardIndex:
@@ -50,6 +51,11 @@ class ShardIndex:
     def files(self) -> list[Path]:
         """The weight files, sorted by name."""
         return sorted({entry.file for entry in self._entries.values()})
+
+    @property
+    def nbytes(self) -> int:
+        """Of all tensors."""
+        return sum(entry.stop - entry.start for entry in self._entries.values())
 
     def keys(self) -> list[str]:
         """Names of all tensors, sorted."""
@@ -86,6 +92,7 @@ class ShardIndex:
             out = torch.empty(shape, dtype=dtype)
         if out.dtype != dtype or out.nbytes != size or not out.is_contiguous():
             raise ValueError(f"`{name}` does not fit into {out.dtype} {list(out.shape)}")
+        self.bytes_read += size
         _read_into(entry.file, start, out.view(-1).view(torch.uint8).numpy().data, name)
         return out
 

@@ -13,7 +13,6 @@ Owns the order of writes that makes a kill at any instant harmless. Knows no qua
 
 from __future__ import annotations
 
-import errno
 import os
 import shutil
 from collections.abc import Iterable, Mapping
@@ -24,8 +23,6 @@ from typing import Any
 
 import torch
 from numpy.typing import NDArray
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 
 import pw
@@ -78,6 +75,7 @@ from pw.store.publish import (
     swap_in,
 )
 from pw.store.tables import Table, TableFolder
+from pw.store.tensor_file import TensorSource, write_tensors
 
 MODEL_FILES = (
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
@@ -267,26 +265,20 @@ class ArtifactWriter:
             remove_tree(stage)
         self._done[layer, module] = sums
 
-    def write_dense(self, tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> None:
+    def write_dense(self, tensors: Mapping[str, TensorSource]) -> None:
         """Write every tensor that is not a routed expert, byte for byte, to one safetensors file.
+
+        They are read one at a time.
 
         Raises:
             PartialResultError: Disk full; the folder resumes.
         """
         if self.dense_done:
             return
-        values = dict(tensors.items() if isinstance(tensors, Mapping) else tensors)
-        needed = sum(tensor.nbytes for tensor in values.values())
+        needed = sum(source.nbytes for source in tensors.values())
         scratch = self._build / DENSE
         with disk_errors(self._folder, needed):
-            try:
-                save_file(values, scratch, metadata={"format": "pt"})
-            except SafetensorError as error:
-                if f"os error {errno.ENOSPC}" in str(error):
-                    raise OSError(errno.ENOSPC, str(error)) from error
-                raise
-            scratch.chmod(0o644)  # safetensors writes for the owner alone
-            fsync_file(scratch)
+            write_tensors(scratch, tensors)
             self._move_in({DENSE: scratch})
 
     def copy_files(self, source: str | Path, names: Iterable[str] = MODEL_FILES) -> None:

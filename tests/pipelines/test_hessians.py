@@ -2,7 +2,8 @@ import torch
 from torch import Tensor
 
 from pw.models.dense import ExpertCall, ExpertObserver
-from pw_pipelines.hessians import blended, moment, read_hessians
+from pw_pipelines.hessians import blend, moment
+from pw_pipelines.moments import measure_moments
 from pw_pipelines.observation import ObservedModel, batches
 
 
@@ -28,11 +29,13 @@ def test_each_wanted_layer_is_given_once_with_the_moments_of_its_inputs(
     text = windows()
     given: dict[int, dict[str, Tensor]] = {}
 
-    def give(layer: int, hessians: dict[str, Tensor]) -> None:
+    def give(layer: int, _: object, hessians: dict[str, Tensor]) -> None:
+        if not hessians:
+            return
         assert layer not in given
         given[layer] = hessians
 
-    read_hessians(model, text, {1, 3}, give)  # type: ignore[arg-type]
+    measure_moments(model, text, give, hessians={1, 3})
     assert list(given) == [1, 3]
     recorder = Recorder(slot=3)
     model.read(text, [recorder] * len(list(batches(text))))
@@ -68,12 +71,13 @@ def test_few_tokens_lean_on_the_layer_and_none_on_nothing_else() -> None:
     sums[2] = 0
     tokens = torch.tensor([1 << 20, 8, 0])
     layer = sums.sum(0) / sums.sum(0).diagonal().mean()
-    gate_up = blended(sums, tokens, "gate_up")
+    gate_up, down = sums.clone(), sums.clone()
+    blend(gate_up, tokens, "gate_up")
     own = sums / sums.diagonal(dim1=1, dim2=2).mean(1)[:, None, None]
     torch.testing.assert_close(gate_up[0], own[0], rtol=1e-2, atol=1e-2)
     torch.testing.assert_close(gate_up[1], (8 * own[1] + 256 * layer) / 264)
     torch.testing.assert_close(gate_up[2], layer)
-    down = blended(sums, tokens, "down")
+    blend(down, tokens, "down")
     torch.testing.assert_close(
         down[1], (8 * own[1] + 256 * torch.diag(own[1].diagonal())) / 264
     )  # inner units of other experts say nothing

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,18 +16,21 @@ from pw.config import QuantizeConfig
 from pw.errors import ConfigError, ModelError, StaleStageError
 from pw.models.checkpoint import Checkpoint
 from pw.models.dequantized import DequantizedBlocks
+from pw.models.layered import LayeredModel
 from pw.models.resolve import resolve_model
 from pw.models.tokenizer import load_tokenizer
 from pw.store.artifact import Artifact
+from pw.store.writer import ArtifactWriter
 from pw_kernels.bitplane import unpack_planes
-from pw_pipelines import quantize
+from pw_pipelines import activations, fitting, quantize
 from pw_pipelines.calibration import calibration_set
 from pw_pipelines.codebook import fit_codebook
-from pw_pipelines.hessians import read_hessians
-from pw_pipelines.moments import Coverage, Moments
+from pw_pipelines.fitting import quantize_blocks
+from pw_pipelines.moments import Coverage, Moments, measure_moments
 from pw_pipelines.observation import ObservedModel
-from pw_pipelines.quantize import auto_max_bits, quantize_blocks, uniform_bytes
+from pw_pipelines.quantize import auto_max_bits, uniform_bytes
 from pw_pipelines.refit import damped, refit
+from pw_pipelines.savepoint import Savepoint
 from support.offline import (
     QUIET,
     TINY_TEXT,
@@ -54,22 +58,26 @@ def test_planes_and_tables_give_the_fitted_weights_bit_for_bit() -> None:
 
 def test_the_artifact_holds_the_fit_of_the_checkpoint(tiny: Path, model: ObservedModel) -> None:
     artifact = Artifact.open(tiny)
-    assert (artifact.min_bits, artifact.max_bits, artifact.lut_dtype) == (2, 6, torch.bfloat16)
+    assert (artifact.min_bits, artifact.max_bits, artifact.lut_dtype) == (2, 4, torch.bfloat16)
     checkpoint = Checkpoint.open(resolve_model("tiny"))
     moments = Moments.from_arrays(artifact.table("moments").arrays)
     blocks = DequantizedBlocks(artifact, torch.device("cpu"))
     windows = calibration_set(TINY_TEXT, load_tokenizer(tiny)).windows
     given: dict[int, dict[Module, Tensor]] = {}
-    read_hessians(model, windows, {0, 3}, given.__setitem__)
+
+    def give(layer: int, _: Moments, hessians: dict[Module, Tensor]) -> None:
+        given[layer] = hessians
+
+    measure_moments(model, windows, give, hessians={0, 3})
     for key in (BlockKey(0, 0, "gate_up"), BlockKey(3, 7, "down")):
         weight = checkpoint.expert_weight(key).float()
         h = torch.from_numpy(moments.of(key.module)[key.layer, key.expert, None])
-        start = fit_codebook(weight, h, 2, 6, torch.bfloat16)
+        start = fit_codebook(weight, h, 2, 4, torch.bfloat16)
         hessian = given[key.layer][key.module][key.expert, None]
         fitted = refit(start, weight[None], hessian).book
         metric = damped(hessian)[0]
         errors = blocks.errors(key, weight)
-        for index, bits in enumerate(range(2, 7)):
+        for index, bits in enumerate(range(2, 5)):
             assert torch.equal(errors[index], blocks.weight(key, bits) - weight)
             gaps = (errors[index], *(b.dequantize(bits).float() - weight for b in (fitted, start)))
             stored, again, before = (float(((gap @ metric) * gap).sum()) for gap in gaps)
@@ -133,7 +141,7 @@ def test_kmeans_alone_is_what_the_artifact_holds(small: Small, tmp_path: Path) -
 
 def test_a_finished_artifact_is_left_alone(small: Small, monkeypatch: pytest.MonkeyPatch) -> None:
     before = (small.artifact / "manifest.json").stat().st_mtime_ns
-    monkeypatch.setattr(quantize, "quantize_blocks", None)
+    monkeypatch.setattr(fitting, "quantize_blocks", None)
     monkeypatch.setattr(quantize, "measure_moments", None)
     report = quantize.run(small.model, small.artifact, small.config, QUIET)
     assert (small.artifact / "manifest.json").stat().st_mtime_ns == before
@@ -205,7 +213,7 @@ def test_experts_that_no_token_reaches(tmp_path: Path) -> None:
             assert torch.equal(blocks.weight(key, 3), plain.dequantize(3).float())
 
     strict = QuantizeConfig(max_bits=4, calibration=text, strict_coverage=True)
-    with pytest.raises(ConfigError, match="3 saw no calibration token"):
+    with pytest.raises(ConfigError, match="layer 0: of 5 experts 1 saw no calibration token"):
         quantize.run(str(folder), tmp_path / "strict.pw", strict, QUIET)
 
 
@@ -249,19 +257,64 @@ def test_uniform_bytes_are_those_on_disk(tiny: Path) -> None:
     assert uniform_bytes(artifact.geometry, 4) == luts + planes == 2_097_152
 
 
-def test_moments_of_a_stopped_run_are_not_measured_again(
-    small: Small, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("codebook", ["joint", "kmeans"])
+def test_a_stopped_run_reads_on_from_the_layer_it_was_at(
+    codebook: str, small: Small, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def stop(*_: object) -> None:
-        raise KeyboardInterrupt
+    config = replace(small.config, codebook=codebook)
+    quantize.run(small.model, tmp_path / "clean.pw", config, QUIET)
+    monkeypatch.setattr(activations, "MEMORY_BYTES", 0)  # hidden states need a file
+    fit, fits, read = fitting.quantize_blocks, [0], []
+
+    def stop(*arguments: Any) -> Any:
+        fits[0] += 1
+        if fits[0] == 4:  # the second module of the second layer
+            raise KeyboardInterrupt
+        return fit(*arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(quantize, "quantize_blocks", stop)
+        patch.setattr(fitting, "quantize_blocks", stop)
+        with pytest.raises(KeyboardInterrupt):
+            quantize.run(small.model, tmp_path / "a.pw", config, QUIET)
+    layer = LayeredModel.layer
+
+    def noted(self: LayeredModel, index: int, *arguments: Any) -> Tensor:
+        read.append(index)
+        return layer(self, index, *arguments)
+
+    monkeypatch.setattr(LayeredModel, "layer", noted)
+    quantize.run(small.model, tmp_path / "a.pw", config, QUIET)
+    assert set(read) == {1, 2}
+    assert tree_digests(tmp_path / "a.pw") == tree_digests(tmp_path / "clean.pw")
+    assert not (tmp_path / "a.pw.work").exists()
+
+
+def test_a_savepoint_without_its_blocks_is_not_believed(
+    small: Small, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(activations, "MEMORY_BYTES", 0)
+    with monkeypatch.context() as patch:
+        patch.setattr(ArtifactWriter, "publish", stopped)
+        patch.setattr(Savepoint, "clear", lambda _: None)
         with pytest.raises(KeyboardInterrupt):
             quantize.run(small.model, tmp_path / "a.pw", small.config, QUIET)
-    monkeypatch.setattr(quantize, "measure_moments", stop)
+    shutil.rmtree(tmp_path / "a.pw.partial")
     quantize.run(small.model, tmp_path / "a.pw", small.config, QUIET)
     assert tree_digests(tmp_path / "a.pw") == tree_digests(small.artifact)
+
+
+def stopped(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def test_costs_say_what_was_read_and_the_least_it_could_take(small: Small, tmp_path: Path) -> None:
+    costs = quantize.run(small.model, tmp_path / "a.pw", small.config, QUIET).costs
+    assert set(costs.seconds) == {"opening", "reading", "fitting", "publishing"}
+    assert min(costs.seconds.values()) >= 0
+    files = Path(small.model).glob("*.safetensors")
+    assert costs.bytes_least <= sum(file.stat().st_size for file in files)
+    assert 2 * costs.bytes_least < costs.bytes_read < 5 * costs.bytes_least
+    assert costs.floor_seconds > 0
 
 
 def test_coverage_is_recorded(tiny: Path) -> None:

@@ -5,12 +5,13 @@ import numpy as np
 import pytest
 from sklearn.linear_model import Ridge
 
+from pw.config import QuantizeConfig
 from pw.errors import ConfigError, StaleStageError, StoreError
 from pw.planning.residual import ResidualHeads
 from pw.store.artifact import Artifact
-from pw_pipelines import residuals
+from pw_pipelines import quantize, residuals
 from pw_pipelines.residuals import ResidualConfig, fit_layer, split_prompts
-from support.offline import QUIET
+from support.offline import QUIET, calibration, random_checkpoint
 
 PROMPTS, FEATURES = 160, 12
 
@@ -104,16 +105,26 @@ def test_constant_features_and_folding(split: tuple[np.ndarray, np.ndarray]) -> 
     assert min(found.values()) < 1e-3
 
 
+@pytest.fixture(scope="module")
+def untraced(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The artifact of a random model of 2 layers with 4 experts."""
+    folder = tmp_path_factory.mktemp("untraced")
+    random_checkpoint(folder / "model", num_hidden_layers=2, num_experts=4)
+    config = QuantizeConfig(max_bits=2, codebook="kmeans", calibration=calibration(folder))
+    quantize.run(str(folder / "model"), folder / "a.pw", config, QUIET)
+    return folder / "a.pw"
+
+
 @pytest.fixture
-def artifact(tiny: Path, tmp_path: Path) -> Artifact:
-    """A copy of the bundled artifact with a made-up trace in which heads can be found."""
-    shutil.copytree(tiny, tmp_path / "a.pw")
+def artifact(untraced: Path, tmp_path: Path) -> Artifact:
+    """A copy of an artifact with a made-up trace in which heads can be found."""
+    shutil.copytree(untraced, tmp_path / "a.pw")
     made = Artifact.open(tmp_path / "a.pw")
-    features, y, counts = planted(4 * 16, noise=0.05)
+    features, y, counts = planted(2 * 8, noise=0.05)
     arrays = {
-        "features": np.repeat(features[:, None], 4, 1),
-        "y": y.reshape(PROMPTS, 4, 8, 2),
-        "counts": counts.reshape(PROMPTS, 4, 8, 2)[..., 0].copy(),
+        "features": np.repeat(features[:, None], 2, 1),
+        "y": y.reshape(PROMPTS, 2, 4, 2),
+        "counts": counts.reshape(PROMPTS, 2, 4, 2)[..., 0].copy(),
         "documents": np.arange(PROMPTS) // 4,
         "tokens": np.full(PROMPTS, 100),
     }
@@ -123,7 +134,7 @@ def artifact(tiny: Path, tmp_path: Path) -> Artifact:
 
 def test_the_planner_reads_what_was_fitted(artifact: Artifact) -> None:
     report = residuals.run(artifact.path, QUIET)
-    assert report.kept == (16, 16, 16, 16)
+    assert report.kept == (8, 8)
     assert min(report.r2_valid) > 0.95
     assert report.prompts_train + report.prompts_valid == PROMPTS
     found = Artifact.open(artifact.path)
@@ -140,6 +151,6 @@ def test_the_planner_reads_what_was_fitted(artifact: Artifact) -> None:
     assert other != report
 
 
-def test_an_artifact_without_a_trace_is_refused(tiny: Path) -> None:
+def test_an_artifact_without_a_trace_is_refused(untraced: Path) -> None:
     with pytest.raises(StoreError, match="no routing"):
-        residuals.run(tiny, QUIET)
+        residuals.run(untraced, QUIET)

@@ -27,8 +27,8 @@ def test_routing_and_features_are_those_of_the_prompt(
 ) -> None:
     table = traced.table("routing").arrays
     window = calibration_set(TINY_TEXT, load_tokenizer(traced.path)).windows[1:2]
-    assert table["tokens"].tolist() == [512] * 8
-    assert (table["counts"].sum(2) == 2 * 512).all()
+    assert table["tokens"].tolist() == [TINY_TEXT.seqlen] * 8
+    assert (table["counts"].sum(2) == 2 * TINY_TEXT.seqlen).all()
 
     class Keep(MomentSums):
         def routed(self, slot, inputs, ids, weights):
@@ -60,7 +60,7 @@ def test_targets_agree_with_the_planners_exact_residual(
         {m: scores.energies[m][:, :, :1] for m in MODULES},
         {m: scores.scores[m][:, :, :1] for m in MODULES},
     )
-    prompt = PromptTraces(model.geometry, narrow, 1, 512)
+    prompt = PromptTraces(model.geometry, narrow, 1, TINY_TEXT.seqlen)
     model.read(window, [prompt])
     well_seen = means.tokens >= 64
     np.testing.assert_allclose(prompt.y[0][well_seen], np.log(eta[well_seen]), atol=1e-3)
@@ -96,7 +96,7 @@ def test_the_calibration_text_as_a_whole_has_no_residual(traced: Artifact) -> No
 def test_the_same_again_does_nothing(traced: Artifact, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trace, "ObservedModel", None)
     report = trace.run(traced.path, TINY_TEXT, QUIET)
-    assert (report.prompts, report.tokens) == (8, 8 * 512)
+    assert (report.prompts, report.tokens) == (8, 8 * TINY_TEXT.seqlen)
     assert all(1 / 8 < share < 1 for share in report.largest_share)
     assert all(1 < count < 8 for count in report.effective_experts)
     assert 0.05 < report.spread < 1

@@ -131,7 +131,7 @@ def test_overwrite_replaces_and_leaves_the_old_one_until_then(
         assert Artifact.open(copy).artifact_hash == built.artifact_hash
         for layer, module in sample.codes:
             sample.write_blocks(writer, layer, module)
-        writer.write_dense(sample.dense)
+        writer.write_dense(sample.dense_sources())
         artifact = writer.publish()
     assert artifact.manifest.stages["quantize"].settings == changed
     assert not artifact.has_table("moments")
@@ -227,7 +227,7 @@ def test_a_reader_of_a_replaced_artifact_never_gets_bytes_of_the_new_one(
                 pack_planes(sample.codes[layer, module] ^ 15, MAX_BITS),
                 sample.luts[layer, module],
             )
-        writer.write_dense(sample.dense)
+        writer.write_dense(sample.dense_sources())
         writer.publish()
     with pytest.raises(StoreError, match=r"damaged plane: .*layer 1 expert 0 gate_up plane 0"):
         old.read_planes(key, 0, 1, now)

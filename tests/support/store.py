@@ -14,6 +14,7 @@ from torch import Tensor
 
 from pw.blocks import MODULES, BlockShape, ExpertGeometry, Module
 from pw.store import Artifact, ArtifactWriter, ModelRecord
+from pw.store.tensor_file import TensorSource
 from pw_kernels.bitplane import pack_planes
 
 # Layer 0 is dense; rows and columns that are no multiples of a tile; more than one tile.
@@ -78,6 +79,10 @@ class Sample:
         planes = pack_planes(self.codes[layer, module], MAX_BITS)
         writer.write_blocks(layer, module, planes, self.luts[layer, module])
 
+    def dense_sources(self) -> dict[str, TensorSource]:
+        """The dense tensors, as the writer takes them."""
+        return {name: TensorSource.of(tensor) for name, tensor in self.dense.items()}
+
     def build(self, path: Path, overwrite: bool = False) -> Artifact:
         """Everything, skipping what is done, with one table before and one after publishing."""
         with self.open(path, overwrite) as writer:
@@ -90,7 +95,7 @@ class Sample:
                 for module in MODULES:
                     if not writer.done(layer, module):
                         self.write_blocks(writer, layer, module)
-            writer.write_dense(self.dense.items())
+            writer.write_dense(self.dense_sources())
             writer.copy_files(self.source)
             artifact = writer.publish({"blocks": GEOMETRY.blocks})
         write_routing(artifact)

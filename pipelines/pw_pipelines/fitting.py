@@ -1,0 +1,153 @@
+"""Blocks become planes and tables: all experts of one (layer, module) at a time, written at once.
+
+The maths is in `codebook` and `refit`, the files in `pw.store`.
+
+Axes: E experts, N rows, K columns, B planes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Mapping
+
+import torch
+from torch import Tensor
+
+from pw.blocks import MODULES, BlockKey, Module
+from pw.errors import ModelError
+from pw.models.checkpoint import Checkpoint
+from pw.store.manifest import BlocksKey
+from pw.store.writer import ArtifactWriter
+from pw_kernels.bitplane import bit_reverse_lut, pack_planes
+from pw_pipelines.codebook import fit_codebook
+from pw_pipelines.focus import Focus
+from pw_pipelines.moments import Moments
+from pw_pipelines.progress import Advance
+from pw_pipelines.refit import refit
+
+# Experts are fitted together up to this many weights: on a GPU all of a layer, so that few and
+# large products are started; `codebook` and `refit` bound their own temporaries.
+_WEIGHTS_PER_FIT = {"cpu": 1 << 24, "cuda": 1 << 29}
+
+Weight = Callable[[BlockKey], Tensor]
+
+
+class BlockFitter:
+    """Fits and writes the blocks that are this process's work.
+
+    Args:
+        writer: Takes them; says what is done.
+        checkpoint: Whose blocks; named in errors.
+        pairs: Which (layer, module).
+        device: Where to fit.
+        focus: The width of each block that counts most; None: all count alike.
+        advance: Called with the number of blocks written.
+    """
+
+    def __init__(
+        self,
+        writer: ArtifactWriter,
+        checkpoint: Checkpoint,
+        pairs: Collection[BlocksKey],
+        device: torch.device,
+        focus: Focus | None = None,
+        advance: Advance = lambda _: None,
+    ) -> None:
+        self._writer, self._checkpoint, self._pairs = writer, checkpoint, pairs
+        self.device, self._focus, self._advance = device, focus, advance
+        self.seconds = 0.0  # spent here so far
+
+    def fit(
+        self,
+        layer: int,
+        moments: Moments,  # of the layer, L = 1
+        hessians: Mapping[Module, Tensor],  # [E, K, K]; empty: inputs count as uncorrelated
+        weight: Weight,
+    ) -> None:
+        """Fit and write what is left of a layer.
+
+        Args:
+            layer: Its index in the model.
+            moments: Mean squared inputs.
+            hessians: Of the inputs.
+            weight: Gives [N, K] of a block of this layer.
+
+        Raises:
+            ModelError: A weight is not finite.
+            PartialResultError: The disk is full; the folder resumes.
+        """
+        started = time.perf_counter()
+        for module in MODULES:
+            if (layer, module) in self._pairs and not self._writer.done(layer, module):
+                planes, luts = self._fit(layer, module, moments, hessians.get(module), weight)
+                self._writer.write_blocks(layer, module, planes, luts)
+                self._advance(self._checkpoint.geometry.experts)
+        self.seconds += time.perf_counter() - started
+
+    def _fit(
+        self, layer: int, module: Module, moments: Moments, hessians: Tensor | None, weight: Weight
+    ) -> tuple[Tensor, dict[int, Tensor]]:
+        """Planes and LUTs of all experts of one (layer, module), on the CPU."""
+        geometry, manifest = self._checkpoint.geometry, self._writer.manifest
+        mean_squares = torch.from_numpy(moments.of(module)[0])
+        focus = None if self._focus is None else self._focus.of(layer, module)
+        room = _WEIGHTS_PER_FIT[self.device.type]
+        group = max(1, room // geometry.shape(module).weights)
+        parts = []
+        for first in range(0, geometry.experts, group):
+            some = slice(first, min(first + group, geometry.experts))
+            keys = [BlockKey(layer, e, module) for e in range(some.start, some.stop)]
+            planes, luts = quantize_blocks(
+                self._stacked(keys, weight),
+                mean_squares[some].to(self.device),
+                manifest.min_bits,
+                manifest.max_bits,
+                getattr(torch, manifest.lut_dtype),
+                None if hessians is None else hessians[some].to(self.device),
+                None if focus is None else focus[some],
+            )
+            parts.append((planes.cpu(), {b: lut.cpu() for b, lut in luts.items()}))
+        merged = {b: torch.cat([luts[b] for _, luts in parts]) for b in parts[0][1]}
+        return torch.cat([planes for planes, _ in parts]), merged
+
+    def _stacked(self, keys: list[BlockKey], weight: Weight) -> Tensor:
+        """Finite weights [E, N, K] of some blocks, on the device."""
+        weights = torch.stack([weight(key) for key in keys]).to(self.device)
+        if not torch.isfinite(weights).all():
+            refuse_infinite(self._checkpoint, keys, weight)
+        return weights
+
+
+def refuse_infinite(checkpoint: Checkpoint, keys: Collection[BlockKey], weight: Weight) -> None:
+    """Name the first block whose weights are not finite, if there is one.
+
+    Raises:
+        ModelError: There is.
+    """
+    for key in keys:
+        if not torch.isfinite(weight(key)).all():
+            raise ModelError(
+                f"weights of {key} are not finite: `{checkpoint.path}`",
+                "the checkpoint is damaged: fetch it again",
+            )
+
+
+def quantize_blocks(
+    weights: Tensor,  # [E, N, K]
+    moments: Tensor,  # [E, K]
+    min_bits: int,
+    max_bits: int,
+    lut_dtype: torch.dtype,
+    hessians: Tensor | None = None,  # [E, K, K]; None: inputs count as uncorrelated
+    focus: Tensor | None = None,  # [E] the width that counts most; None: all count alike
+) -> tuple[Tensor, dict[int, Tensor]]:
+    """Planes [E, B, tiles, 128] int32 and LUTs {b: [E, N, 2^b]} in kernel order of some experts."""
+    experts, rows, cols = weights.shape
+    book = fit_codebook(
+        weights.flatten(0, 1), moments.repeat_interleave(rows, 0), min_bits, max_bits, lut_dtype
+    )
+    if hessians is not None:
+        book = refit(book, weights, hessians, focus=focus).book
+    planes = pack_planes(book.codes.view(experts, rows, cols), max_bits)
+    luts = {b: bit_reverse_lut(lut).view(experts, rows, -1) for b, lut in book.luts.items()}
+    return planes, luts
