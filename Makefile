@@ -82,8 +82,8 @@ report: $(STAMP)  ## Quality of the bundled model at equal bytes: artifacts/repo
 		--output artifacts/report $(if $(strip $(TRACE)),--trace $(TRACE))
 
 RECIPE ?= pipelines/recipes/tiny.toml
-run: $(STAMP)  ## Make and score an artifact: make run RECIPE=... [MODEL=folder]
-	$(BIN)/pw run $(RECIPE) $(if $(MODEL),--model $(MODEL))
+run: $(STAMP)  ## Make and score an artifact: make run RECIPE=... [MODEL=folder] [DOWNLOAD=1]
+	$(BIN)/pw run $(RECIPE) $(if $(MODEL),--model $(MODEL)) $(if $(DOWNLOAD),--download)
 
 # Q: where the artifacts of `quality` and its scores are kept; DATA: a folder with calibration.jsonl
 # and heldout.jsonl (lines with `source` and `text`), lm/ and skills/.

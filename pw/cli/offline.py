@@ -47,6 +47,14 @@ Overwrite = Annotated[
     bool, typer.Option("--overwrite", help="Replace what was made with other settings.")
 ]
 
+Download = Annotated[
+    bool,
+    typer.Option(
+        "--download",
+        help="Fetch a hub id that is not in the local cache; `id@revision` fetches that revision.",
+    ),
+]
+
 DryRun = Annotated[
     bool,
     typer.Option("--dry-run", help="Say what would be done; reads headers only, writes nothing."),
@@ -81,6 +89,7 @@ def calibrate(
     common: Common,
     output: Output = None,
     overwrite: Overwrite = False,
+    download: Download = False,
 ) -> None:
     """Do all that serving needs: quantize, then sensitivity, then trace.
 
@@ -90,6 +99,7 @@ def calibrate(
     from pw_pipelines.ranks import Ranks
 
     path, ranks = output or default_output(model), Ranks.join()
+    fetch(model, download, ranks)
     with _telling_what_is_kept(path):
         reports = build(model, path, widths, calibration, common, overwrite=overwrite, ranks=ranks)
     ranks.leave()
@@ -100,6 +110,16 @@ def calibrate(
     else:
         _print_quantized(reports["quantize"])
         print(f"next: `pw serve {path}`; plans are better after `pw fit-residuals {path}`")
+
+
+def fetch(model: str, wanted: bool, ranks: Ranks | None = None) -> None:
+    """Bring a hub id into the local cache, if so `wanted`; the first rank does so for all."""
+    if wanted and (ranks is None or ranks.first):
+        from pw.models.resolve import download
+
+        download(model)
+    if ranks is not None:
+        ranks.wait()
 
 
 def build(
@@ -142,10 +162,12 @@ def quantize(
     output: Output = None,
     overwrite: Overwrite = False,
     dry_run: DryRun = False,
+    download: Download = False,
 ) -> None:
     """Turn the experts into nested bit-planes with a lookup table per width."""
     config = widths.config(calibration)
     path = output or default_output(model)
+    fetch(model, download)
     if dry_run:
         _plan(model, path, config, calibration, common, overwrite=overwrite)
         return

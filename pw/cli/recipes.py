@@ -12,7 +12,7 @@ import typer
 from pw.cli.command import print_json
 from pw.cli.eval_options import ComparisonOptions, TextOptions
 from pw.cli.evaluation import compare, print_report, run_evaluation
-from pw.cli.offline import Overwrite, progress_of
+from pw.cli.offline import Download, Overwrite, fetch, progress_of
 from pw.cli.options import Common
 from pw.config import EngineConfig, parse_bytes
 
@@ -32,6 +32,7 @@ def run(
     ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     overwrite: Overwrite = False,
+    download: Download = False,
 ) -> None:
     """Carry out a recipe: quantize, sensitivity, trace, residual heads, evaluation.
 
@@ -42,6 +43,7 @@ def run(
 
     loaded = stage.load_recipe(recipe)
     loaded = replace(loaded, model=model or loaded.model, output=output or loaded.output)
+    fetch(loaded.model, download)
     stage.run(loaded, progress_of(common), overwrite=overwrite, device=device)
     described = _evaluate(loaded, device, common)
     if common.json:
