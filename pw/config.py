@@ -118,13 +118,15 @@ class PlannerConfig:
     residual: str = "auto"  # "learned" | "exact" | "off" | "auto": learned where heads are fitted
     routing_window: int = 4096  # tokens after which a count has decayed to 1/e
     routing_prior: int = 256  # tokens' worth of offline trace that online counts are shrunk toward
-    # Mass is relative to the offline trace with `output_gradient`, to uniform with `hessian`.
+    routing_rule: str = "proportional"  # damage to mass; or "buckets" (the paper's)
+    evidence_prior: int = 16  # router weight that a block's own damage is shrunk with to the usual
+    # Buckets: mass relative to the offline trace with `output_gradient`, to uniform with `hessian`.
     hot_mass: float = 2.0  # relative mass from which an expert is hot
     cold_mass: float = 0.5  # ... below which it is cold
     hot_multiplier: float = 2.0
     warm_multiplier: float = 1.0
     cold_multiplier: float = 0.5
-    hot_expert_floor: int | None = None  # bits; None = min_bits + 1
+    hot_expert_floor: int | None = None  # bits; None = min_bits + 1 with buckets, else min_bits
     layer_floor: float = 0.0  # least mean bits of a layer; 0 = min_bits
     residual_clamp: float = 1.0  # |log eta| at most
     low_watermark: float = 0.01  # fraction of arena pages free below which planes are given up
@@ -141,6 +143,10 @@ class PlannerConfig:
             raise ConfigError(f"planner must be hull or greedy: `{self.planner}`")
         if self.metric not in ("output_gradient", "hessian"):
             raise ConfigError(f"metric must be output_gradient or hessian: `{self.metric}`")
+        if self.routing_rule not in ("proportional", "buckets"):
+            raise ConfigError(
+                f"routing rule must be proportional or buckets: `{self.routing_rule}`"
+            )
         if self.residual not in ("auto", "learned", "exact", "off"):
             raise ConfigError(f"residual must be auto, learned, exact or off: `{self.residual}`")
         if not 0 <= self.low_watermark < self.high_watermark <= 1:

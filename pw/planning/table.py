@@ -28,6 +28,7 @@ class BlockTable:
     widths: IntArray  # [W] ascending bits
     cost_bytes: IntArray  # [n, W] planes + LUT in whole pages
     sensitivity: FloatArray  # [n, W] >= 0, one unit over all layers, unmeasured rows filled
+    measured: BoolArray  # [n] rows that were not filled
 
     def __post_init__(self) -> None:
         shape = (self.geometry.blocks, len(self.widths))
@@ -80,8 +81,15 @@ class BlockTable:
                 "measure again with `pw sensitivity`",
             )
         chosen = scores[..., [measured.index(width) for width in widths.tolist()]]
-        filled = fill_unmeasured(chosen.astype(np.float64))
-        return cls(geometry, widths, cost_bytes, filled.reshape(geometry.blocks, len(widths)))
+        chosen = chosen.astype(np.float64)
+        filled = fill_unmeasured(chosen).reshape(geometry.blocks, len(widths))
+        return cls(geometry, widths, cost_bytes, filled, was_measured(chosen).ravel())
+
+
+def was_measured(scores: FloatArray) -> BoolArray:
+    """Rows [L, E, 2] of scores [L, E, 2, W] that are finite and not all zero."""
+    finite = np.isfinite(scores).all(axis=-1)
+    return np.asarray(finite & (np.nan_to_num(scores) > 0).any(axis=-1))
 
 
 def fill_unmeasured(scores: FloatArray) -> FloatArray:
@@ -90,9 +98,8 @@ def fill_unmeasured(scores: FloatArray) -> FloatArray:
     Negative entries become 0. With nothing measured at all, a row falls by 4 per bit (the error of
     a uniform quantizer), so that planning still spreads bits evenly.
     """
-    finite = np.asarray(np.isfinite(scores).all(axis=-1))
-    scores = np.where(finite[..., None], np.maximum(scores, 0.0), 0.0)
-    measured: BoolArray = np.asarray(scores.any(axis=-1))  # [L, E, 2]
+    measured = was_measured(scores)
+    scores = np.where(measured[..., None], np.maximum(scores, 0.0), 0.0)
     if measured.all():
         return scores
     for module in range(scores.shape[2]):

@@ -63,17 +63,15 @@ def test_every_plan_is_within_its_budget(model: LabModel, costs: Any, planner: s
         made.bits(int(least) - 1)
 
 
-@pytest.mark.parametrize("routing", ["buckets", "ratio"])
+@pytest.mark.parametrize("rule", ["buckets", "proportional"])
 def test_a_busy_expert_gets_more_bits_and_only_the_past_counts(
-    model: LabModel, costs: Any, routing: str
+    model: LabModel, costs: Any, rule: str
 ) -> None:
-    planner = ProductPlanner(model, model.artifact, costs)
+    planner = ProductPlanner(model, model.artifact, costs, PlannerConfig(routing_rule=rule))
     budget = int(costs[:, 1].sum())
     seen = prompts(model, [0, 0, 1])
-    first, second, third = online_bits(
-        planner, stream(seen), budget, routing=routing, residual="off"
-    )
-    again = online_bits(planner, stream(seen[:2]), budget, routing=routing, residual="off")
+    first, second, third = online_bits(planner, stream(seen), budget)
+    again = online_bits(planner, stream(seen[:2]), budget)
     assert (again[0] == first).all()
     assert (again[1] == second).all()
     by_expert = [
@@ -81,7 +79,7 @@ def test_a_busy_expert_gets_more_bits_and_only_the_past_counts(
     ]
     assert by_expert[0][0] > by_expert[1][0]
     assert by_expert[0][1] < by_expert[1][1]
-    off = online_bits(planner, stream(seen), budget, routing="off", residual="off")
+    off = online_bits(planner, stream(seen), budget, routing=False)
     assert (off[0] == off[2]).all()
     assert (off[0] == planner.bits(budget)).all()
 

@@ -3,8 +3,8 @@ import pytest
 
 from pw.blocks import BlockShape, ExpertGeometry
 from pw.config import PlannerConfig
-from pw.errors import StoreError
-from pw.planning.damage import DamageModel, transition_costs
+from pw.errors import ConfigError, StoreError
+from pw.planning.damage import DamageModel, damage_rates, transition_costs
 from pw.planning.planner import plan
 from pw.planning.table import BlockTable, fill_unmeasured
 from pw.store.tables import Table
@@ -49,6 +49,75 @@ def test_damage_never_falls_as_bits_fall():
 def test_hot_experts_keep_more_bits(dial, hot):
     floors = DamageModel(block_table(), PlannerConfig(hot_expert_floor=dial)).floors(MASS)
     assert floors.tolist() == [hot] * 2 + [2] * 14
+
+
+TRACE = np.array([[6e3, 3e3, 900.0, 100.0], [2.5e3] * 4])  # router weight of the calibration text
+
+
+def test_damage_is_in_proportion_to_mass():
+    table = block_table()
+    eta = np.random.default_rng(1).uniform(0.5, 2, (2, 4, 2))
+    model = DamageModel(table, PlannerConfig(evidence_prior=0), TRACE)
+    offline = TRACE / TRACE.sum(1, keepdims=True)
+    np.testing.assert_allclose(model.damage(offline), transition_costs(table.sensitivity))
+    scale = np.repeat((MASS / offline).ravel(), 2)[:, None] * eta.reshape(-1, 1)
+    np.testing.assert_allclose(
+        model.damage(MASS, eta), scale * transition_costs(table.sensitivity), rtol=1e-12
+    )
+    assert (model.floors(MASS) == 2).all()
+
+
+def test_hessian_means_are_multiplied_by_mass_as_they_are():
+    table = block_table(metric="hessian")
+    config = PlannerConfig(metric="hessian", evidence_prior=0)
+    found = DamageModel(table, config, TRACE).damage(MASS)
+    expected = np.repeat(MASS.ravel(), 2)[:, None] * transition_costs(table.sensitivity)
+    np.testing.assert_allclose(found, expected)
+
+
+@pytest.mark.parametrize("metric", ["output_gradient", "hessian"])
+def test_a_rate_seen_on_little_text_is_shrunk_to_that_of_its_layer_and_module(metric):
+    table = block_table(metric=metric)
+    own, usual, between = (
+        damage_rates(table, TRACE, prior, contains_routing=metric == "output_gradient")
+        for prior in (0.0, 1e12, 100.0)
+    )
+    by_expert = usual.reshape(2, 4, 2, 3)
+    np.testing.assert_allclose(by_expert, np.broadcast_to(by_expert[:, :1], by_expert.shape))
+    share = (TRACE / TRACE.sum(1, keepdims=True))[:, :, None, None]
+    mean = (share * own.reshape(by_expert.shape)).sum(1)
+    np.testing.assert_allclose(by_expert[:, 0], mean)
+    np.testing.assert_allclose(between[6:8], (own[6:8] + usual[6:8]) / 2)  # 100 seen, prior 100
+    np.testing.assert_allclose(between[:2], (60 * own[:2] + usual[:2]) / 61)
+
+
+def test_a_block_that_was_not_measured_has_the_usual_rate_whatever_the_trace_says():
+    scores = sensitivity().arrays["output_gradient"]
+    scores[0, 1, 0] = 0
+    table = block_table(Table({"output_gradient": scores}, {"widths": [2, 3, 4, 5]}))
+    rates = damage_rates(table, TRACE, 16, contains_routing=True)
+    usual = damage_rates(table, TRACE, 1e12, contains_routing=True)
+    np.testing.assert_allclose(rates[2], usual[2])
+    assert not np.allclose(rates[3], usual[3])
+
+
+def test_an_expert_that_nobody_visits_keeps_an_order_of_its_widths():
+    damage = DamageModel(block_table(), PlannerConfig(), TRACE).damage(
+        np.array([[1.0, 0, 0, 0]] * 2)
+    )
+    assert (np.diff(damage, axis=1) < 0).all()
+    nowhere = DamageModel(block_table(), PlannerConfig(), np.zeros((2, 4))).damage(MASS)
+    assert np.isfinite(nowhere).all()
+    assert (nowhere[:, 0] > 0).all()
+
+
+def test_without_a_trace_the_rule_is_that_of_buckets():
+    table, buckets = block_table(), PlannerConfig(routing_rule="buckets")
+    np.testing.assert_array_equal(
+        DamageModel(table, PlannerConfig()).damage(MASS), DamageModel(table, buckets).damage(MASS)
+    )
+    with pytest.raises(ConfigError, match="must be proportional or buckets: `ratio`"):
+        PlannerConfig(routing_rule="ratio")
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, 0.0, -1.0])

@@ -154,8 +154,7 @@ def make_quality(
         offline,
     )
     new_statistics = _statistics(artifact, config, device)
-    expected = routing.offline if config.metric == "output_gradient" else None
-    return Quality(DamageModel(blocks, config, expected), routing, counter, new_statistics)
+    return Quality(DamageModel(blocks, config, offline), routing, counter, new_statistics)
 
 
 def _statistics(

@@ -1,7 +1,7 @@
 """Bytes of every block at every width: as the engine charges them, and as longer rows would cost.
 
 A LUT costs 16 * 2^b / K bits a weight, so models with short rows pay far more for their tables than
-those people serve; `long_row_costs` shows what the same allocations would cost there.
+those people serve; `bare_costs` shows what the same allocations would cost there.
 """
 
 from __future__ import annotations
@@ -23,9 +23,18 @@ def page_costs(
     kv: KvGeometry,
     stored_bits: tuple[int, int],
     kv_dtype: torch.dtype = torch.float32,
+    page_bytes: int | None = None,
 ) -> Costs:
-    """Whole pages of planes and resident LUTs, padding included: the engine's own charge."""
-    layouts = layouts_of(geometry, kv, kv_dtype, stored_bits)
+    """Whole pages of planes and resident LUTs, padding included: the engine's own charge.
+
+    Args:
+        geometry: Of the experts.
+        kv: Of the cache, whose tokens must fit a page.
+        stored_bits: Narrowest and widest width.
+        kv_dtype: Of the cache.
+        page_bytes: None: as the engine chooses.
+    """
+    layouts = layouts_of(geometry, kv, kv_dtype, stored_bits, page_bytes)
     widths = range(stored_bits[0], stored_bits[1] + 1)
     rows = [[lay.resident_pages(b) * lay.page_bytes for b in widths] for lay in layouts]
     return np.tile(np.array(rows, dtype=np.int64), (geometry.blocks // len(MODULES), 1))

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pw.blocks import MODULES
 from pw.evaluation.baselines.static import exact
 from pw.evaluation.lab.cache import CachedLab
 from pw.evaluation.lab.damage_scores import measure_scores
@@ -25,7 +24,6 @@ from pw.evaluation.lab.probe import Prober, Prompt
 from pw.evaluation.lab.room import Room
 from pw.store.artifact import Artifact
 
-_RARE = 1e-3  # share of a layer's router weight below which a ratio of shares means little
 WINDOWS = 4  # of each kind of text; as many others calibrate the domain's own allocation
 
 
@@ -57,17 +55,16 @@ def online_bits(
     stream: Stream,
     budget_bytes: int,
     *,
-    routing: str = "buckets",
-    residual: str = "learned",
+    routing: bool = True,
+    residual: str = "off",
 ) -> list[Bits]:
     """Widths [n] for each window of a stream.
 
     Args:
-        planner: Plans.
+        planner: Plans, by its own rule of what routing says.
         stream: What arrives.
         budget_bytes: Of the routed experts.
-        routing: "buckets", the product's multipliers; "ratio", damage in proportion to mass over
-            the offline trace's; "off", the trace stands.
+        routing: Whether it is followed; else the trace stands.
         residual: "learned", "exact" or "off".
     """
     stats, plans = planner.new_stats(), []
@@ -75,10 +72,7 @@ def online_bits(
         stats_now = copy(stats)  # updates replace its sums, they do not change them
         stats_now.update(prompt.mass, prompt.tokens)
         eta = {"learned": prompt.learned, "exact": prompt.exact, "off": None}[residual]
-        mass = stats_now.mass() if routing == "buckets" else None
-        if routing == "ratio":
-            ratio = (stats_now.mass() + _RARE) / (planner.offline + _RARE)
-            eta = ratio[..., None] * (np.ones(len(MODULES)) if eta is None else eta)
+        mass = stats_now.mass() if routing else None
         plans.append(planner.bits(budget_bytes, mass, eta))
         stats.update(whole.mass, whole.tokens)
     return plans

@@ -52,20 +52,22 @@ class ProductPlanner:
             tables.table("sensitivity"), self.config.metric, model.geometry, believed, widths
         )
         self.offline = self.new_stats().offline
-        expected = self.offline if self.config.metric == "output_gradient" else None
-        self.damage = DamageModel(table, self.config, expected)
+        self.damage = DamageModel(table, self.config, self._trace())
 
     def new_stats(self) -> RoutingStats:
         """Routing statistics that have seen nothing but the trace."""
         geometry, config = self._geometry, self.config
-        offline = np.nansum(self._tables.table("routing").arrays["mass"], axis=0)
         return RoutingStats(
             len(geometry.layers),
             geometry.experts,
             config.routing_window,
             config.routing_prior,
-            offline,
+            self._trace(),
         )
+
+    def _trace(self) -> Floats:
+        """Router weight [L, E] of the calibration text."""
+        return np.asarray(np.nansum(self._tables.table("routing").arrays["mass"], axis=0))
 
     def state(self, mass: Floats | None = None, eta: Floats | None = None) -> PlannerState:
         """All blocks at their widest, with mass [L, E] and eta [L, E, M] of the moment."""

@@ -1,8 +1,8 @@
 """Each part of the planner taken away, at three budgets, over all kinds of text together.
 
-The full planner is the product's default with routing and the learned residual; a part is worth
-what its absence costs (positive = worse without it). Movement and hysteresis need memory that
-changes: see the study `memory`.
+The full planner is the product's default with routing and the learned residual, which the product
+uses when asked to; a part is worth what its absence costs (positive = worse without it). Movement
+and hysteresis need memory that changes: see the study `memory`.
 """
 
 from __future__ import annotations
@@ -70,15 +70,17 @@ def ablations(room: Room) -> Iterator[tuple[str, Plans]]:
         config: PlannerConfig = default, planned: Costs | None = None, **seen: Any
     ) -> Plans:
         planner = ProductPlanner(room.model, room.model.artifact, room.costs, config, planned)
+        seen = {"residual": "learned"} | seen
         return lambda stream, budget: online_bits(planner, stream, budget, **seen)
 
     yield FULL, product()
     yield "no sensitivity (routing frequency alone)", _frequency(room)
     yield "hessian sensitivity (the paper's)", product(replace(default, metric="hessian"))
-    yield "no routing", product(routing="off")
-    yield "routing as a ratio for buckets", product(routing="ratio")
+    yield "no routing", product(routing=False)
+    yield "buckets of routing (the paper's)", product(replace(default, routing_rule="buckets"))
+    yield "no shrinkage of the damage rates", product(replace(default, evidence_prior=0))
     yield "no residual", product(residual="off")
-    yield "no routing, no residual (static)", product(routing="off", residual="off")
+    yield "no routing, no residual (static)", product(routing=False, residual="off")
     yield "exact residual", product(residual="exact")
     yield "greedy (the paper's) for hull", product(replace(default, planner="greedy"))
     yield "LUT-blind bytes", _lut_blind(room, product)

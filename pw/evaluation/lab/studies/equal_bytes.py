@@ -5,16 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from pw.errors import BudgetError
 from pw.evaluation.baselines.controls import frequency_damage, shuffled
 from pw.evaluation.baselines.static import exact, hull
 from pw.evaluation.baselines.tokenwise import fit_choosers, tokenwise
-from pw.evaluation.baselines.uniform import stepped, uniform
+from pw.evaluation.baselines.uniform import stepped
+from pw.evaluation.lab.cache import CachedLab
 from pw.evaluation.lab.damage_scores import Floats
 from pw.evaluation.lab.model import Bits
 from pw.evaluation.lab.planned import ProductPlanner
 from pw.evaluation.lab.room import BUDGETS, Room
-from pw.evaluation.lab.studies.common import Row, compared, markdown, show, size
+from pw.evaluation.lab.studies.common import Row, compared, interval, markdown, show, size
 from pw.evaluation.lab.texts import read_documents, spread_windows
 
 PRODUCT = "PagedWeight, static start"
@@ -22,15 +25,15 @@ UNIFORM = "uniform (APL), blind steps"
 GEMQ = "GEMQ, exact ILP"
 MXMOE = "MxMoE, exact ILP per layer"
 MAIN = (PRODUCT, UNIFORM, GEMQ, MXMOE)
-ELSEWHERE = (PRODUCT, UNIFORM)  # scored on the other text too
+FREQUENCY, SHUFFLED = "routing frequency alone", "PagedWeight's widths shuffled"
+DP_LLM = "DP-LLM, half of the tokens a bit less"
+CONTROLS = (FREQUENCY, SHUFFLED, DP_LLM)
 MORE = (
     "token-wise (g.dWx)^2, exact ILP",
     "GEMQ, hull",
     "element-wise Fisher, exact ILP",
     "hessian (the paper's), exact ILP",
     "layer output error, ILP over all layers",
-    "routing frequency alone",
-    "PagedWeight's widths shuffled",
 )
 FEW_BUDGETS = (3.0,)
 
@@ -39,23 +42,30 @@ _FIT_WINDOWS = 8  # of calibration text for its thresholds
 
 
 def run(room: Room) -> dict[str, Any]:
-    """Score the main methods at all budgets, the others at one of them."""
+    """Score the main methods and the controls at all budgets, the others at one of them."""
     rows = []
-    for names, budgets in ((MAIN, BUDGETS), (MORE, FEW_BUDGETS)):
+    for names, budgets in ((MAIN, BUDGETS), (CONTROLS, BUDGETS), (MORE, FEW_BUDGETS)):
         for mean in budgets:
-            budget = room.budget(mean)
-            step = stepped(room.costs, room.model.widths, budget)
-            makers = methods(room, budget)
-            for name in names:
-                try:
-                    bits = makers[name]()
-                except BudgetError as error:  # MxMoE's equal shares cannot always be met
-                    rows.append({"budget_bits": mean, "method": name, "failed": error.message})
-                    continue
-                row = {"budget_bits": mean, "method": name, **size(room, bits)}
-                rows.append(row | measured(room, bits, step, other=name in ELSEWHERE))
-    rows += [tokenwise_row(room, bits) for bits in (3,)]
+            rows += [{"budget_bits": mean} | row for row in _rows(room, room.budget(mean), names)]
     return {"rows": rows, "dense": _dense(room)}
+
+
+def _rows(room: Room, budget: int, names: tuple[str, ...]) -> list[Row]:
+    """Some methods with the same bytes; the main ones on the other text too."""
+    makers, rows = methods(room, budget), []
+    step, product = makers[UNIFORM](), makers[PRODUCT]()
+    for name in names:
+        if name == DP_LLM:
+            rows.append({"method": name, **tokenwise_row(room, step, product)})
+            continue
+        try:
+            bits = makers[name]()
+        except BudgetError as error:  # MxMoE's equal shares cannot always be met
+            rows.append({"method": name, "failed": error.message})
+            continue
+        row = {"method": name, **size(room, bits)}
+        rows.append(row | measured(room, bits, step, product, other=name in MAIN))
+    return rows
 
 
 def methods(room: Room, budget: int) -> dict[str, Callable[[], Bits]]:
@@ -79,39 +89,42 @@ def methods(room: Room, budget: int) -> dict[str, Callable[[], Bits]]:
         "element-wise Fisher, exact ILP": lambda: ilp(scores("fisher")),
         "hessian (the paper's), exact ILP": lambda: ilp(scores("hessian")),
         "layer output error, ILP over all layers": lambda: ilp(scores("output")),
-        "routing frequency alone": lambda: ilp(
-            frequency_damage(geometry, room.scores["mass"], widths)
-        ),
-        "PagedWeight's widths shuffled": lambda: shuffled(product(), 0),
+        FREQUENCY: lambda: ilp(frequency_damage(geometry, room.scores["mass"], widths)),
+        SHUFFLED: lambda: shuffled(product(), 0),
     }
 
 
-def measured(room: Room, bits: Bits, step: Bits, *, other: bool) -> Row:
-    """Scores of one allocation beside blind steps of the same bytes."""
-    lab = room.heldout
-    row = compared(lab.score(bits), lab.dense, lab.score(step))
+def measured(room: Room, bits: Bits, step: Bits, product: Bits, *, other: bool) -> Row:
+    """Scores of one allocation beside blind steps and the product's plan of the same bytes."""
+    row = _beside(room.heldout, bits, step, product)
     if other and room.other is not None:
-        elsewhere = room.other
-        found = compared(elsewhere.score(bits), elsewhere.dense, elsewhere.score(step))
-        row["other"] = found
+        row["other"] = _beside(room.other, bits, step, product)
     return row
 
 
-def tokenwise_row(room: Room, mean: int) -> Row:
-    """DP-LLM with `mean` bits resident: half of the tokens take one bit less."""
+def _beside(lab: CachedLab, bits: Bits, step: Bits, product: Bits) -> Row:
+    scores = lab.score(bits)
+    row = compared(scores, lab.dense, lab.score(step))
+    row["product_over_it"] = interval(lab.score(product).nll, scores.nll)
+    return row
+
+
+def tokenwise_row(room: Room, high: Bits, product: Bits) -> Row:
+    """DP-LLM with the widths `high` [n] resident: half of the tokens take one bit less."""
     model = room.model
-    high = uniform(model.geometry.blocks, mean)
+    low = np.maximum(high - 1, model.widths[0])
     documents = read_documents(room.texts.calibration)
     windows = spread_windows(documents, room.tokenizer, 1024, _FIT_WINDOWS)
-    choosers = fit_choosers(model, high - 1, high, _LOW_SHARE, windows)
+    choosers = fit_choosers(model, low, high, _LOW_SHARE, windows)
     lab = room.heldout.lab
     lab.prepare()
     with tokenwise(model, choosers) as experts:
         scores = lab.score(high)
         tokens, wide = experts.tokens.tolist()
-    row = {"budget_bits": mean, "method": "DP-LLM, half of the tokens a bit less"}
-    row |= size(room, high) | {"mean_bits_read": round(mean - 1 + wide / tokens, 3)}
-    return row | compared(scores, room.heldout.dense, room.heldout.score(high))
+    row = size(room, high) | {"share_wide": round(wide / tokens, 3)}
+    row |= compared(scores, room.heldout.dense, room.heldout.score(high))
+    row["product_over_it"] = interval(room.heldout.score(product).nll, scores.nll)
+    return row
 
 
 def _dense(room: Room) -> Row:
@@ -124,22 +137,21 @@ def _dense(room: Room) -> Row:
 def tables(result: dict[str, Any]) -> str:
     """Markdown."""
     head = (
-        "bits", "method", "bytes %", "ppl", "NLL over BF16 [95 %]", "NLL over uniform [95 %]",
-        "won back %", "KL", "KL won back %", "other text: NLL over uniform",
+        "bits", "method", "bytes %", "as at K = 2048", "ppl", "NLL over BF16 [95 %]",
+        "NLL over uniform [95 %]", "won back %", "KL", "PagedWeight over it [95 %]",
+        "other text: PagedWeight over it",
     )  # fmt: skip
-    rows = []
-    for row in result["rows"]:
-        if "failed" in row:
-            rows.append((row["budget_bits"], row["method"], row["failed"], *["-"] * 7))
-            continue
-        won = row["won_back"]
-        rows.append(
-            (
-                row["budget_bits"], row["method"], f"{100 * row['share']:.1f}",
-                row["perplexity"], show(row["nll"]), show(row["nll_over_uniform"]),
-                "-" if won is None else f"{100 * won:.0f}", f"{row['kl']['mean']:.4f}",
-                f"{100 * row['won_back_kl']:.0f}",
-                show(row["other"]["nll_over_uniform"]) if "other" in row else "-",
-            )
-        )  # fmt: skip
-    return markdown(head, rows)
+    return markdown(head, [_cells(row) for row in result["rows"]])
+
+
+def _cells(row: Row) -> tuple[object, ...]:
+    if "failed" in row:
+        return (row["budget_bits"], row["method"], row["failed"], *["-"] * 8)
+    won = row["won_back"]
+    return (
+        row["budget_bits"], row["method"], f"{100 * row['share']:.1f}",
+        f"{100 * row['share_long_rows']:.1f}", f"{row['perplexity']:.3f}", show(row["nll"]),
+        show(row["nll_over_uniform"]), "-" if won is None else f"{100 * won:.0f}",
+        f"{row['kl']['mean']:.4f}", show(row["product_over_it"]),
+        show(row["other"]["product_over_it"]) if "other" in row else "-",
+    )  # fmt: skip

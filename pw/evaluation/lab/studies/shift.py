@@ -6,8 +6,10 @@ are the same. Static allocations stand; online ones follow the prompts of each k
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
+from pw.config import PlannerConfig
 from pw.errors import ConfigError
 from pw.evaluation.baselines.uniform import stepped
 from pw.evaluation.lab.online import Stream, domain_bits, online_bits, streams
@@ -18,14 +20,20 @@ from pw.store.artifact import Artifact
 
 LENGTHS = {"prose": 1024, "code": 1024, "key-value": 1024, "reasoning": 1024}
 BUDGETS = (2.5,)
-VARIANTS: dict[str, dict[str, Any]] = {
-    "static": {"routing": "off", "residual": "off"},
-    "routing (buckets)": {"routing": "buckets", "residual": "off"},
-    "routing (ratio)": {"routing": "ratio", "residual": "off"},
-    "learned residual": {"routing": "off", "residual": "learned"},
-    "routing (buckets) + learned residual": {"routing": "buckets", "residual": "learned"},
-    "routing (ratio) + learned residual": {"routing": "ratio", "residual": "learned"},
-    "routing (ratio) + exact residual": {"routing": "ratio", "residual": "exact"},
+STATIC = "static"
+# Settings of the planner, and what it follows.
+VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    STATIC: ({}, {"routing": False}),
+    "routing (buckets)": ({"routing_rule": "buckets"}, {}),
+    "routing (plain ratio)": ({"evidence_prior": 0}, {}),
+    "routing (default)": ({}, {}),
+    "learned residual": ({}, {"routing": False, "residual": "learned"}),
+    "routing (buckets) + learned residual": (
+        {"routing_rule": "buckets"},
+        {"residual": "learned"},
+    ),
+    "routing (default) + learned residual": ({}, {"residual": "learned"}),
+    "routing (default) + exact residual": ({}, {"residual": "exact"}),
 }
 
 
@@ -36,27 +44,37 @@ def run(room: Room) -> dict[str, Any]:
     calibrations = {"mixed": room.model.artifact, "prose": Artifact.open(room.texts.narrow)}
     rows: list[Row] = []
     for calibration, tables in calibrations.items():
-        planner = ProductPlanner(room.model, tables, room.costs)
-        for stream in streams(room, tables, LENGTHS, planner.config.residual_clamp):
+        default = PlannerConfig()
+        planners = {
+            name: ProductPlanner(room.model, tables, room.costs, replace(default, **settings))
+            for name, (settings, _) in VARIANTS.items()
+        }
+        for stream in streams(room, tables, LENGTHS, default.residual_clamp):
             for mean in BUDGETS:
-                rows += _rows(room, planner, stream, mean, calibration)
+                rows += _rows(room, planners, stream, mean, calibration)
     return {"rows": rows}
 
 
 def _rows(
-    room: Room, planner: ProductPlanner, stream: Stream, mean: float, calibration: str
+    room: Room,
+    planners: dict[str, ProductPlanner],
+    stream: Stream,
+    mean: float,
+    calibration: str,
 ) -> list[Row]:
     """One kind of text, one budget, one calibration."""
     budget, lab = room.budget(mean), stream.lab
     uniform = lab.score(stepped(room.costs, room.model.widths, budget))
     head = {"text": stream.kind, "budget_bits": mean, "calibration": calibration}
-    static = lab.score(online_bits(planner, stream, budget, **VARIANTS["static"]))
+    static = lab.score(online_bits(planners[STATIC], stream, budget, routing=False))
+    buckets = lab.score(online_bits(planners["routing (buckets)"], stream, budget))
     rows = []
-    for name, choice in VARIANTS.items():
-        scores = lab.score(online_bits(planner, stream, budget, **choice))
+    for name, (_, followed) in VARIANTS.items():
+        scores = lab.score(online_bits(planners[name], stream, budget, **followed))
         row = head | {"variant": name} | compared(scores, lab.dense, uniform)
         row["nll_over_static"] = interval(scores.nll, static.nll)
         row["kl_over_static"] = interval(scores.kl, static.kl)
+        row["kl_over_buckets"] = interval(scores.kl, buckets.kl)
         rows.append(row)
     if calibration == "mixed":
         scores = lab.score(domain_bits(room, stream.kind, LENGTHS[stream.kind], budget))
@@ -78,7 +96,7 @@ def tables(result: dict[str, Any]) -> str:
         found = [value[*variant, text] for text in texts]
         cells = [f"{row['kl']['mean']:.4f}, {show(row['kl_over_static'])}" for row in found]
         rows.append([*variant, *cells])
-    uniform = [value["mixed", "static", text] for text in texts]
+    uniform = [value["mixed", STATIC, text] for text in texts]
     cells = [f"{row['kl']['mean'] - row['kl_over_uniform']['mean']:.4f}" for row in uniform]
     rows.append(["none", "uniform, blind steps", *cells])
     head = [f"{text}: KL, over static [95 %]" for text in texts]

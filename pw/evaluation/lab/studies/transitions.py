@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -30,7 +31,7 @@ from pw.planning.residual import merge
 _WINDOWS, _LENGTH = 3, 1024
 _RARE = 1e-3  # share below which a ratio of shares means little
 # Text, width from which a block goes (all others stay there; 0 = unquantized), width to which.
-CASES = (("prose", 0, 2), ("prose", 0, 3), ("key-value", 0, 2))
+CASES = (("prose", 0, 2), ("prose", 0, 3), ("prose", 4, 3), ("key-value", 0, 2))
 
 
 def run(room: Room) -> dict[str, Any]:
@@ -85,6 +86,13 @@ def predictions(
     def cost(name: str) -> Floats:
         return move(room.flat(name))
 
+    bucketed = ProductPlanner(
+        room.model,
+        room.model.artifact,
+        room.costs,
+        replace(planner.config, routing_rule="buckets"),
+    )
+
     def product(eta: Floats | None) -> Floats:
         return move(planner.damage.damage(stats.mass(), eta))
 
@@ -103,6 +111,7 @@ def predictions(
     )
     yield "token x r / usual", cost("token") * by_mass
     yield "token x r^2 / usual", cost("token") * by_square
+    yield "buckets, eta off", move(bucketed.damage.damage(stats.mass()))
     yield "product, eta off", product(None)
     for name, eta in (("learned", learned), ("exact", exact)):
         if eta is not None:

@@ -1,0 +1,109 @@
+"""The studies end to end on a random model: every table comes out, within its bytes."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pw.evaluation.lab.__main__ import main
+from pw.evaluation.lab.studies import (
+    STUDIES,
+    ablation,
+    bf16_equal,
+    codebooks,
+    equal_bytes,
+    pages,
+)
+from pw_pipelines import residuals, trace
+from support.engines import SAMPLES, make_artifact
+from support.offline import QUIET
+
+SOURCES = ("gut", "code", "factbook")
+TASKS = ("kv_retrieval_512", "tracking", "sequence", "comparison")
+BUDGET = 3.0  # mean bits
+
+
+def words(seed: int, count: int) -> str:
+    """Text of no meaning."""
+    rng = np.random.default_rng(seed)
+    return " ".join("".join(map(chr, rng.integers(97, 123, 5))) for _ in range(count))
+
+
+@pytest.fixture(scope="module")
+def options(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """What every study is given: a random model and texts of the kinds that it looks for."""
+    folder: Path = tmp_path_factory.mktemp("studies")
+    make_artifact("qwen2_moe", folder, num_attention_heads=2)
+    prompts = replace(SAMPLES, nsamples=32)
+    trace.run(folder / "model.pw", prompts, QUIET, model=str(folder / "checkpoint"))
+    residuals.run(folder / "model.pw", QUIET)
+    for name in ("calibration", "heldout"):
+        rows = [{"source": s, "text": words(i, 1500)} for i, s in enumerate(SOURCES)]
+        (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (folder / "tasks").mkdir()
+    for number, task in enumerate(TASKS):
+        item = {"prompt": words(number, 300), "choices": [" a", " b"], "answer": 1}
+        (folder / "tasks" / f"{task}.jsonl").write_text("\n".join([json.dumps(item)] * 5))
+    model = str(folder / "model.pw")
+    return [
+        *("--artifact", model, "--apl", model, "--narrow", model),
+        *("--checkpoint", str(folder / "checkpoint")),
+        *("--calibration", str(folder / "calibration.jsonl")),
+        *("--heldout", str(folder / "heldout.jsonl"), "--other", str(folder / "heldout.jsonl")),
+        *("--tasks", str(folder / "tasks"), "--memory", str(folder / "memory")),
+        *("--windows", "2", "--other-windows", "1", "--out", str(folder / "results")),
+    ]
+
+
+def measured(options: list[str], study: str) -> dict[str, Any]:
+    """Run a study; what it wrote."""
+    assert main(["run", study, *options]) == 0
+    found: dict[str, Any] = json.loads((Path(options[-1]) / f"{study}.json").read_text())
+    assert len(STUDIES[study].tables(found).splitlines()) > 3
+    return found
+
+
+def rows(found: dict[str, Any]) -> list[dict[str, Any]]:
+    """Those that were not out of reach."""
+    return [row for row in found["rows"] if "failed" not in row]
+
+
+@pytest.fixture(autouse=True)
+def few_budgets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One budget, and shares that a model of such short rows can meet."""
+    for module in (ablation, codebooks, equal_bytes):
+        monkeypatch.setattr(module, "BUDGETS", (BUDGET,))
+    monkeypatch.setattr(bf16_equal, "TARGET", 0.1)
+    monkeypatch.setattr(pages, "SHARE", 0.9)
+
+
+@pytest.mark.parametrize("study", ["codebooks", "bf16-equal", "pages"])
+def test_intervals_hold_their_means(
+    options: list[str], study: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = rows(measured(options, study))
+    assert f"## {study}" in capsys.readouterr().out
+    assert all(row["nll"]["low"] <= row["nll"]["mean"] <= row["nll"]["high"] for row in found)
+
+
+def test_opponents_have_the_same_bytes_and_the_product_is_no_distance_from_itself(
+    options: list[str],
+) -> None:
+    found = rows(measured(options, "equal-bytes"))
+    most = max(row["bytes"] for row in found)
+    assert min(row["bytes"] for row in found) > 0.93 * most
+    (product,) = [row for row in found if row["method"] == equal_bytes.PRODUCT]
+    assert product["product_over_it"]["mean"] == 0
+    assert product["other"]["product_over_it"]["mean"] == 0
+
+
+def test_every_ablation_is_scored(options: list[str]) -> None:
+    found = rows(measured(options, "ablation"))
+    assert len({row["variant"] for row in found}) > 9
+    assert found[0]["kl_over_full"]["mean"] == 0
+    assert all(row["kl"]["mean"] > 0 for row in found)
