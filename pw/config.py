@@ -183,9 +183,13 @@ class EngineConfig:
     trace: Path | None = None  # JSONL of every transition
     trace_requests: bool = False  # put token ids of requests into the trace too
     checkpoint: Path | None = None  # source of dense experts (policy dense); None: the manifest's
+    tensor_parallel_size: int = 1  # ranks, each with a device and a budget of its own
+    enable_expert_parallel: bool = False  # routed experts by rank; else a part of each
+    collective_timeout: float = 60.0  # seconds that a rank waits for the others in a step
     planner: PlannerConfig = field(default_factory=PlannerConfig)
 
     def __post_init__(self) -> None:
+        self._check_ranks()
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ConfigError(
                 f"gpu_memory_utilization must be in (0, 1]: {self.gpu_memory_utilization}"
@@ -201,4 +205,22 @@ class EngineConfig:
             raise ConfigError(
                 "max_num_seqs and max_num_batched_tokens must be at least 1: "
                 f"{self.max_num_seqs}, {self.max_num_batched_tokens}"
+            )
+
+    def _check_ranks(self) -> None:
+        size = self.tensor_parallel_size
+        if size < 1 or not self.collective_timeout > 0:
+            raise ConfigError(
+                "tensor_parallel_size must be at least 1 and collective_timeout positive: "
+                f"{size}, {self.collective_timeout}"
+            )
+        if self.enable_expert_parallel and size == 1:
+            raise ConfigError(
+                "enable_expert_parallel needs several ranks, tensor_parallel_size is 1",
+                "give --tensor-parallel-size too",
+            )
+        if size > 1 and self.planner.residual == "exact":
+            raise ConfigError(
+                f"residual exact needs all of an expert on one rank: {size} ranks",
+                "use learned or off",
             )

@@ -41,6 +41,7 @@ _precision = partial(option, "Precision")
 _planner = partial(option, "Planner (the defaults are good)")
 _scheduling = partial(option, "Scheduling")
 _model = partial(option, "Model")
+_ranks = partial(option, "Several GPUs")
 _sampling = partial(option, "Sampling")
 
 
@@ -248,6 +249,23 @@ class Runtime:
     max_num_batched_tokens: Annotated[int, _scheduling("Tokens in one step.")] = (
         EngineConfig.max_num_batched_tokens
     )
+    tensor_parallel_size: Annotated[
+        int,
+        _ranks(
+            "Ranks that share the model: a GPU, a process and a memory budget each.",
+            "--tensor-parallel-size",
+            "-tp",
+        ),
+    ] = EngineConfig.tensor_parallel_size
+    enable_expert_parallel: Annotated[
+        bool,
+        _ranks(
+            "Whole experts by rank, not a part of each on every rank.", "--enable-expert-parallel"
+        ),
+    ] = EngineConfig.enable_expert_parallel
+    collective_timeout: Annotated[
+        float, _ranks("Seconds that a rank waits for another before the replica ends.")
+    ] = EngineConfig.collective_timeout
     load_format: Annotated[
         str,
         _model("auto, or dummy: random weights in the shape of MODEL, a config.json or recipe."),
@@ -306,6 +324,9 @@ class Runtime:
             trace=self.precision_trace,
             trace_requests=self.trace_requests,
             checkpoint=self.checkpoint,
+            tensor_parallel_size=self.tensor_parallel_size,
+            enable_expert_parallel=self.enable_expert_parallel,
+            collective_timeout=self.collective_timeout,
             planner=planner.config(),
             **overrides,
         )

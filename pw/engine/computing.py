@@ -85,6 +85,8 @@ class StepComputer:
             self._compute(chunks, computed)
         except torch.AcceleratorError as error:
             raise EngineLostError(f"the device is lost: {error}") from error
+        except EngineLostError:
+            raise  # of several ranks: they are no longer in step
         except Exception as error:
             text = "a forward pass over %d sequences broke: %r"
             logger.error(text, len(chunks), error, exc_info=error if first else None)

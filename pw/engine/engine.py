@@ -223,9 +223,11 @@ class Engine:
                 self._parts.kv.prefix.clear()
 
     def close(self) -> None:
-        """Close the trace, end the thread that compiles."""
+        """Close the trace, end the thread that compiles and the other ranks."""
         self._grammars.close()
         self._parts.trace.close()
+        if self._parts.team is not None:
+            self._parts.team.close()
 
     # -- looking ---------------------------------------------------------------------------
 

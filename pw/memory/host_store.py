@@ -148,6 +148,10 @@ class HostPlaneStore:
             self._read_luts(index, to_bits, to_bits, pages[planes:])
         return pages
 
+    def on_disk(self, index: int, bits: int) -> bool:
+        """Whether `lut` reads this one from disk."""
+        return self._layout(index).lut_pages(bits) > 0 and self._place(index, bits) is None
+
     def lut(self, index: int, bits: int) -> Tensor:
         """The LUT of a width above the base tree as pages: [pages, page_bytes] uint8.
 

@@ -89,6 +89,8 @@ class KvCache:
 
     Attributes:
         unit: Tokens of a unit.
+        shapes: Of the groups.
+        opened: [max_sequences] int64, how often each row has been given to a sequence.
         prefix: The prefix cache, if there is one.
     """
 
@@ -113,9 +115,10 @@ class KvCache:
         self._views: dict[int, LayerPages] = {}
         self.sequences: dict[int, KvSequence] = {}  # by row
         self._own_pages = 0
-        self._shapes = group_shapes(geometry, dtype, arena.page_bytes)
-        self.unit = unit_tokens(self._shapes)
-        for shape in self._shapes:
+        self.opened = np.zeros(max_sequences, dtype=np.int64)
+        self.shapes = group_shapes(geometry, dtype, arena.page_bytes)
+        self.unit = unit_tokens(self.shapes)
+        for shape in self.shapes:
             table = np.full(
                 (max_sequences, len(shape.layers), shape.blocks(max_tokens)), -1, dtype=np.int32
             )
@@ -126,7 +129,7 @@ class KvCache:
         self.prefix: PrefixCache | None = None
         if prefix_rule is not None:
             owner = first_owner + max_sequences
-            self.prefix = PrefixCache(pool, self._shapes, self.unit, owner, prefix_rule)
+            self.prefix = PrefixCache(pool, self.shapes, self.unit, owner, prefix_rule)
 
     # -- counting --------------------------------------------------------------------------
 
@@ -137,7 +140,7 @@ class KvCache:
 
     def pages_for_tokens(self, tokens: int) -> int:
         """Most pages that a sequence holds at once, over all layers, on its way to a length."""
-        return peak_pages(self._shapes, tokens, self._chunk)
+        return peak_pages(self.shapes, tokens, self._chunk)
 
     def pages_to_grow(self, sequence: KvSequence, tokens: int) -> int:
         """Pages that a sequence still needs to hold `tokens` tokens."""
@@ -162,6 +165,11 @@ class KvCache:
         return [page for place in held for page in self._unit_pages(sequence, *place)]
 
     @property
+    def block_tables(self) -> list[NDArray[np.int32]]:
+        """By group [rows, layers, blocks], -1 = no page: to be copied elsewhere, not written."""
+        return [group.table for group in self._groups]
+
+    @property
     def table_bytes(self) -> int:
         """Bytes of the block tables, and of the copy of them that a step reads."""
         return 2 * sum(group.table.nbytes for group in self._groups)
@@ -176,6 +184,7 @@ class KvCache:
         row, empty = self._rows.pop(), [0] * len(self._groups)
         sequence = KvSequence(row, self._first_owner + row, list(empty), list(empty))
         self.sequences[row] = sequence
+        self.opened[row] += 1
         if match is not None and match.entries:
             self._join(sequence, match)
         return sequence

@@ -94,7 +94,7 @@ def _attention_scratch(
         attention_scratch_bytes(
             skeleton.device,
             dtype,
-            heads=int(skeleton.model.config.num_attention_heads),
+            heads=int(skeleton.model.config.num_attention_heads) // config.tensor_parallel_size,
             kv_heads=kv_heads,
             key_size=key_size,
             value_size=value_size,

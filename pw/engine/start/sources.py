@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -14,10 +15,12 @@ from pw.config import EngineConfig
 from pw.engine.start.dummy import DummySource
 from pw.errors import ConfigError, ModelError, StoreError
 from pw.memory.host_store import PlaneSource
+from pw.models.architecture import Architecture
 from pw.models.checkpoint import Checkpoint
 from pw.models.dummy import random_experts, random_skeleton
 from pw.models.resolve import resolve_model
 from pw.models.skeleton import Skeleton, load_skeleton
+from pw.models.slicing import DensePart
 from pw.store.artifact import Artifact
 from pw.store.tables import Table
 from pw.store.verify import verify
@@ -66,8 +69,20 @@ class Loaded:
     dense: list[tuple[Tensor, Tensor]] | None  # unquantized experts by MoE layer, policy dense only
 
 
-def load(path: Path, config: EngineConfig, device: torch.device) -> Loaded:
+def load(
+    path: Path,
+    config: EngineConfig,
+    device: torch.device,
+    part_of: Callable[[Architecture], DensePart] | None = None,
+) -> Loaded:
     """Read, or with `load_format` dummy make up, what `path` names.
+
+    Args:
+        path: The artifact, or a folder with a config.json.
+        config: The engine's.
+        device: Where the weights go.
+        part_of: What to keep of the dense weights, where several ranks share the model. Experts
+            are all there in any case.
 
     Raises:
         StoreError: The artifact is missing or damaged.
@@ -83,13 +98,18 @@ def load(path: Path, config: EngineConfig, device: torch.device) -> Loaded:
             )
         dummy = DummySource(path)
         skeleton = random_skeleton(
-            dummy.architecture, _activation_dtype(config, dummy.lut_dtype, device), device
+            dummy.architecture,
+            _activation_dtype(config, dummy.lut_dtype, device),
+            device,
+            part=None if part_of is None else part_of(dummy.architecture),
         )
         dense = random_experts(dummy.geometry, dummy.lut_dtype, device) if wants_dense else None
         return Loaded(dummy, skeleton, dense)
     artifact = _open_artifact(path)
     dtype = _activation_dtype(config, artifact.lut_dtype, device)
-    skeleton = load_skeleton(Checkpoint.open(path), dtype, device)
+    checkpoint = Checkpoint.open(path)
+    part = None if part_of is None else part_of(checkpoint.architecture)
+    skeleton = load_skeleton(checkpoint, dtype, device, part)
     experts = _load_dense_experts(artifact, config, device) if wants_dense else None
     return Loaded(artifact, skeleton, experts)
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from pw.blocks import ExpertGeometry
 from pw.config import EngineConfig
 from pw.engine.precision.adaptive import AdaptivePrecision
-from pw.engine.precision.policies import FixedPrecision, Precision, ReplayedPrecision
+from pw.engine.precision.policies import Precision, ReplayedPrecision
 from pw.engine.precision.quality import Quality
 from pw.engine.precision.trace import FORMAT, Replay, TraceWriter, read_replay
 from pw.engine.start.sources import WeightSource
@@ -33,11 +33,12 @@ def start_precision(
     pool: PagePool,
     quality: Quality | None,
     trace: TraceWriter,
+    fixed: Precision,
 ) -> Precision:
-    """Load the first widths and make who changes them."""
+    """Load the first widths and make who changes them; `fixed` where nobody does."""
     policy = config.policy
     bounds = (int(demand.least_bits.min()), int(demand.most_bits.max()))
-    precision: Precision = FixedPrecision()
+    precision = fixed
     bits = demand.most_bits  # of the static policies
     if policy.kind == "replay":
         assert policy.path is not None

@@ -1,0 +1,139 @@
+"""A rank that follows rank 0: makes the same changes, computes the same steps, decides nothing.
+
+Started by `pw.engine.parallel.team` as `python -m pw.engine.parallel.follower FD`. It ends when the
+other end of its socket is closed, however that came about, or at a fault of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import shutil
+import signal
+import socket
+import sys
+
+import torch
+
+from pw import logs
+from pw.engine.parallel import messages
+from pw.engine.parallel.follow import DictatedPool, Followed
+from pw.engine.parallel.group import RankGroup
+from pw.engine.parallel.seat import Seat
+from pw.engine.parallel.team import plan_digest
+from pw.engine.process import wire
+from pw.engine.process.worker import end_with_the_other_end
+from pw.engine.start.ground import device_of, lay_ground
+from pw.errors import PwError
+
+logger = logging.getLogger(__name__)
+
+
+class Link:
+    """Our end of the socket: whole messages, one after the other."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket = sock
+
+    def receive(self) -> messages.ToFollower:
+        """The next message.
+
+        Raises:
+            EOFError: Rank 0 has gone.
+        """
+        return messages.decode_to_follower(wire.read_body(self._socket))
+
+    def send(self, message: messages.FromFollower) -> None:
+        """Tell rank 0."""
+        self._socket.sendall(messages.frame(message))
+
+    def agree_budget(self, own: int) -> int:
+        """Bytes that every rank divides."""
+        self.send(messages.Here(own))
+        answer = self.receive()
+        assert isinstance(answer, messages.Budget)
+        return answer.bytes
+
+
+def main(arguments: list[str]) -> int:
+    """Load what rank 0 says, then follow it.
+
+    Returns:
+        The exit code: 0 when the other end is closed, 1 after a fault.
+    """
+    # Rank 0 decides what signals mean; when it ends, its end of the socket is closed.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    sock = socket.socket(fileno=int(arguments[0]))
+    end_with_the_other_end(sock)
+    link = Link(sock)
+    order = None
+    try:
+        order = link.receive()
+        assert isinstance(order, messages.Follow)
+        logs.configure(order.logs.level, order.logs.style)
+        follow(order, link)
+    except (EOFError, ConnectionError):
+        return 0
+    except PwError as error:
+        _say_lost(link, messages.Lost(type(error).__name__, error.message, error.hint))
+    except Exception as error:
+        logger.exception("a rank stopped at a fault of its own")
+        _say_lost(link, messages.Lost("", f"{type(error).__name__}: {error}"))
+    finally:
+        if isinstance(order, messages.Follow):  # where rank 0 was killed, nobody else tidies up
+            shutil.rmtree(order.folder, ignore_errors=True)
+    return 1
+
+
+def follow(order: messages.Follow, link: Link) -> None:
+    """Take the seat, load, then make turn after turn until rank 0 has gone.
+
+    Raises:
+        EOFError, ConnectionError: It has.
+    """
+    device = device_of(order.config, order.rank)
+    if device.type == "cpu":
+        torch.set_num_threads(order.threads)
+    config = order.config
+    seat = Seat(order.rank, config.tensor_parallel_size, config.enable_expert_parallel)
+    ground = lay_ground(
+        order.artifact,
+        config,
+        device,
+        seat=seat,
+        agree=link.agree_budget,
+        make_pool=DictatedPool,
+    )
+    dense = ground.loaded.skeleton.dense_bytes
+    link.send(messages.Planned(plan_digest(ground.memory), dense))
+    group = RankGroup(seat.rank, seat.size, order.folder, device, config.collective_timeout)
+    seat.reduction.connect(group.all_reduce)
+    _make_turns(Followed(ground, seat), link)
+
+
+def _make_turns(followed: Followed, link: Link) -> None:
+    ready = False
+    while True:
+        message = link.receive()
+        if isinstance(message, messages.Fetch):
+            link.send(messages.Fetched(followed.fetch(message.index, message.bits)))
+            continue
+        assert isinstance(message, messages.Turn)
+        progress = followed.change(message.changes)
+        if progress is not None:
+            link.send(progress)
+        if not ready and message.step is None:
+            ready = True
+            link.send(messages.Ready(followed.host_bytes))
+        if message.step is not None:
+            followed.compute(message.step)
+
+
+def _say_lost(link: Link, message: messages.Lost) -> None:
+    with contextlib.suppress(OSError):
+        link.send(message)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,79 @@
+"""The ranks' sum over the wire between them: NCCL between GPUs, gloo between CPUs.
+
+One sum is all that they compute together; everything else goes from rank 0 to the others as
+messages (`pw.engine.parallel.messages`). The group is an object of its own, not torch's default
+group: an engine may be one of several in its process. Ranks find each other in a folder that only
+this user can read, and gloo listens on the loopback address alone.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import AllreduceOptions, FileStore  # type: ignore[attr-defined]
+
+_LOOPBACK = "127.0.0.1"
+
+
+class RankGroup:
+    """The ranks of a replica, connected.
+
+    Args:
+        rank: This one, from 0.
+        size: How many there are. All must come here, or none goes on.
+        folder: Where they meet; private, empty.
+        device: Of the tensors.
+        timeout: Seconds that a rank waits for the others, here and in a sum.
+
+    Raises:
+        RuntimeError: The others have not come.
+    """
+
+    def __init__(
+        self, rank: int, size: int, folder: Path, device: torch.device, timeout: float
+    ) -> None:
+        self.rank, self.size = rank, size
+        store = FileStore(str(folder / "ranks"), size)
+        store.set_timeout(timedelta(seconds=timeout))
+        make = _nccl if device.type == "cuda" else _gloo
+        self._group: Any = make(store, rank, size, timedelta(seconds=timeout))
+        self._options = AllreduceOptions()
+        self._options.asyncOp = False
+        first = self.all_reduce(torch.ones(1, device=device))  # the connection is made now
+        if int(first) != size:
+            raise RuntimeError(f"{int(first)} of {size} ranks have met")
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """Replace a tensor by the sum over the ranks, the same bits on each; on the current stream.
+
+        Raises:
+            RuntimeError: A rank has gone, or has not come in time.
+        """
+        whole = tensor.contiguous()
+        self._group.allreduce([whole], self._options).wait()
+        return whole
+
+    def close(self) -> None:
+        """Leave; who waits in a sum here waits no longer."""
+        self._group.abort()
+
+
+def _gloo(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+    from torch.distributed import ProcessGroupGloo
+
+    options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._devices = [ProcessGroupGloo.create_device(hostname=_LOOPBACK)]
+    options._timeout = timeout
+    return ProcessGroupGloo(store, rank, size, options)
+
+
+def _nccl(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+    from torch.distributed import ProcessGroupNCCL
+
+    options = ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    return ProcessGroupNCCL(store, rank, size, options)

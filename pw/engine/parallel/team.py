@@ -1,0 +1,310 @@
+"""Rank 0's view of the other ranks: started, told what to do, watched, ended.
+
+Followers are children on the same machine, each at the other end of a socket pair that has no name.
+They do what they are told in the order in which they are told it, and end when the socket closes.
+A follower that ends before takes the replica with it: the loss is noticed at the next safe point,
+or in a sum over the ranks that fails or times out, and there it is an `EngineLostError`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+from pw import errors, logs
+from pw.config import EngineConfig
+from pw.engine.parallel import messages
+from pw.engine.parallel.group import RankGroup
+from pw.engine.process.wire import FrameBuffer
+from pw.errors import ConfigError, EngineLostError, PwError, StoreError
+from pw.memory.budget import MemoryPlan
+
+FOLLOWER = ("-m", "pw.engine.parallel.follower")
+_END_SECONDS = 2.0  # for a follower to end by itself
+_REASON_SECONDS = 1.0  # for the end of a follower to be seen after a sum has failed
+_STUCK_SECONDS = 5.0  # for a step that waits for a lost rank to give up
+_RECEIVE_BYTES = 1 << 16
+
+_Answer = TypeVar("_Answer", messages.Here, messages.Planned, messages.Ready, messages.Fetched)
+
+
+def plan_digest(plan: MemoryPlan) -> str:
+    """What ranks compare to see that they divide the budget alike: page ids mean the same."""
+    numbers = (plan.num_pages, plan.page_bytes, plan.layouts, plan.max_model_len)
+    return hashlib.blake2b(repr(numbers).encode(), digest_size=8).hexdigest()
+
+
+class Follower:
+    """One other rank: its process, and our end of the socket."""
+
+    def __init__(self, rank: int, child: subprocess.Popen[bytes], sock: socket.socket) -> None:
+        self.rank, self._child, self.socket = rank, child, sock
+        self._inbox = FrameBuffer()
+        self._messages: list[messages.FromFollower] = []
+        self.lost: messages.Lost | None = None
+
+    @property
+    def pid(self) -> int:
+        """Of its process."""
+        return self._child.pid
+
+    def receive(self, seconds: float | None) -> list[messages.FromFollower]:
+        """Messages that have come; waits for the first for at most so long, None = for ever."""
+        readable, _, _ = select.select([self.socket], [], [], seconds)
+        if readable:
+            with contextlib.suppress(ConnectionError):
+                for body in self._inbox.feed(self.socket.recv(_RECEIVE_BYTES)):
+                    message = messages.decode_from_follower(body)
+                    if isinstance(message, messages.Lost):
+                        self.lost = message
+                    else:
+                        self._messages.append(message)
+        taken, self._messages = self._messages, []
+        return taken
+
+    def how_it_ended(self, seconds: float = 0.0) -> str | None:
+        """How its process has ended, after waiting for so long; None if it lives."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            code = self._child.wait(seconds)
+            if self.lost is not None:
+                return self.lost.message
+            return f"exit code {code}" if code >= 0 else signal.Signals(-code).name
+        return None
+
+    def end(self) -> None:
+        """See to it that it is gone."""
+        if self.how_it_ended(_END_SECONDS) is None:
+            self._child.kill()
+            self._child.wait()
+
+
+class Team:
+    """The followers of a replica. Make it with `start`.
+
+    Args:
+        followers: By rank, from 1.
+        folder: Where the ranks meet; removed at the end.
+        timeout: Seconds that a rank waits for the others in a sum.
+
+    Attributes:
+        dense: Bytes of dense weights of each follower.
+        host: Bytes of the host store of each.
+    """
+
+    def __init__(self, followers: Sequence[Follower], folder: Path, timeout: float) -> None:
+        self.followers = tuple(followers)
+        self.size = len(followers) + 1
+        self.dense: list[int] = []
+        self.host: list[int] = []
+        self._folder, self._timeout = folder, timeout
+        self._changes: list[messages.Change] = []
+        self._group: RankGroup | None = None
+        self._in_step = threading.Event()
+        self._closed = threading.Event()
+        threading.Thread(target=self._watch, name="pw-ranks", daemon=True).start()
+
+    @classmethod
+    def start(cls, path: Path, config: EngineConfig, follower: Sequence[str] = FOLLOWER) -> Team:
+        """Start the other ranks; they load while the caller does.
+
+        Args:
+            path: The artifact.
+            config: The engine's.
+            follower: Arguments of Python that start one; the number of its socket is appended.
+        """
+        size = config.tensor_parallel_size
+        folder = Path(tempfile.mkdtemp(prefix="pw-ranks-"))
+        threads = max(1, torch.get_num_threads() // size)
+        started: list[Follower] = []
+        for rank in range(1, size):
+            ours, theirs = socket.socketpair()
+            with theirs:
+                child = subprocess.Popen(
+                    [sys.executable, "-P", *follower, str(theirs.fileno())],
+                    pass_fds=(theirs.fileno(),),
+                    env=os.environ
+                    | {"PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path)},
+                    stdin=subprocess.DEVNULL,
+                    stdout=2,  # results are rank 0's alone
+                    start_new_session=True,
+                )
+            ours.settimeout(config.collective_timeout)
+            started.append(Follower(rank, child, ours))
+            order = messages.Follow(path.resolve(), config, logs.current(), rank, folder, threads)
+            with contextlib.suppress(OSError):  # it has ended already: the first answer says why
+                ours.sendall(messages.frame(order))
+        return cls(started, folder, config.collective_timeout)
+
+    # -- the start -------------------------------------------------------------------------
+
+    def agree_budget(self, own: int) -> int:
+        """Bytes that each rank divides: the least that any has."""
+        budgets = [here.budget for here in self._await(messages.Here)]
+        budget = min(own, *budgets)
+        self._send(messages.Budget(budget))
+        return budget
+
+    def connect(self, device: torch.device, plan: str) -> RankGroup:
+        """Meet the followers, once they have come to the same memory plan.
+
+        Raises:
+            PwError: One has not, or has ended.
+        """
+        answers = self._await(messages.Planned)
+        for follower, answer in zip(self.followers, answers, strict=True):
+            if answer.plan != plan:
+                raise ConfigError(
+                    f"rank {follower.rank} of {self.size} divides the memory budget otherwise: "
+                    f"{answer.plan}, rank 0: {plan}",
+                    "the ranks need equal devices",
+                )
+        self.dense = [answer.dense for answer in answers]
+        try:
+            self._group = RankGroup(0, self.size, self._folder, device, self._timeout)
+        except RuntimeError as error:
+            raise PwError(f"the ranks cannot meet: {self.reason(error)}") from error
+        return self._group
+
+    def await_ready(self) -> None:
+        """Send the first turn, and wait until every follower has made it."""
+        self.turn()
+        self.host = [ready.host for ready in self._await(messages.Ready)]
+
+    # -- at work ---------------------------------------------------------------------------
+
+    def note(self, change: messages.Change) -> None:
+        """Have the followers make a change in their next turn."""
+        self._changes.append(change)
+
+    def turn(self, step: messages.Step | None = None) -> None:
+        """Send what was noted, and a step to compute."""
+        changes, self._changes = self._changes, []
+        self._send(messages.Turn(changes, step))
+
+    def progress(self) -> list[tuple[int, messages.Progress]]:
+        """Ends of copies that followers have told of since the last call, each with its rank."""
+        return [
+            (follower.rank, message)
+            for follower in self.followers
+            for message in follower.receive(0)
+            if isinstance(message, messages.Progress)
+        ]
+
+    def fetch(self, index: int, bits: int) -> None:
+        """Have every follower read the LUT of a reduction before it is made anywhere.
+
+        Raises:
+            StoreError: One cannot.
+        """
+        self._send(messages.Fetch(index, bits))
+        for follower, answer in zip(self.followers, self._await(messages.Fetched), strict=True):
+            if answer.error is not None:
+                raise StoreError(f"rank {follower.rank}: {answer.error}")
+
+    @contextlib.contextmanager
+    def in_step(self) -> Iterator[None]:
+        """A step that the ranks compute together. Whatever breaks in it breaks the replica.
+
+        Raises:
+            EngineLostError: It broke, with what is known of the reason.
+        """
+        self._in_step.set()
+        try:
+            yield
+        except Exception as error:
+            raise EngineLostError(self.reason(error)) from error
+        finally:
+            self._in_step.clear()
+
+    def check(self) -> None:
+        """See that all followers live.
+
+        Raises:
+            EngineLostError: One has ended.
+        """
+        for follower in self.followers:
+            if (how := follower.how_it_ended()) is not None:
+                raise EngineLostError(f"rank {follower.rank} of {self.size} has ended: {how}")
+
+    def reason(self, error: Exception) -> str:
+        """Why the ranks do not come together, in a line: a rank that has ended, else the error."""
+        for follower in self.followers:
+            with contextlib.suppress(OSError):
+                follower.receive(0)
+            if (how := follower.how_it_ended(_REASON_SECONDS / self.size)) is not None:
+                return f"rank {follower.rank} of {self.size} has ended: {how}"
+        line = str(error).partition("\n")[0]
+        return f"the {self.size} ranks do not come together: {type(error).__name__}: {line}"
+
+    def close(self) -> None:
+        """End the followers. None is left behind."""
+        self._closed.set()
+        for follower in self.followers:
+            with contextlib.suppress(OSError):
+                follower.socket.shutdown(socket.SHUT_RDWR)
+        if self._group is not None:
+            self._group.close()
+        for follower in self.followers:
+            follower.end()
+            follower.socket.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    # -- inside ----------------------------------------------------------------------------
+
+    def _send(self, message: messages.ToFollower) -> None:
+        data = messages.frame(message)
+        for follower in self.followers:
+            try:
+                follower.socket.sendall(data)
+            except OSError as error:
+                raise EngineLostError(self.reason(error)) from error
+
+    def _await(self, kind: type[_Answer]) -> list[_Answer]:
+        """One answer of a kind from each follower.
+
+        Raises:
+            PwError: A follower ends instead; its error, as if it had been raised here.
+        """
+        return [self._answer(follower, kind) for follower in self.followers]
+
+    def _answer(self, follower: Follower, kind: type[_Answer]) -> _Answer:
+        while True:
+            for message in follower.receive(0.2):
+                if isinstance(message, kind):
+                    return message
+            if (how := follower.how_it_ended()) is not None:
+                follower.receive(0)
+                lost = follower.lost
+                error = getattr(errors, lost.kind, PwError) if lost else PwError
+                why = lost.message if lost else how
+                raise error(
+                    f"rank {follower.rank} of {self.size} cannot take part: {why}",
+                    lost.hint if lost else "it may have been out of memory: see the system's log",
+                )
+
+    def _watch(self) -> None:
+        """End the process when a step waits for a rank that is lost, and cannot be made to stop."""
+        poll = select.poll()
+        for follower in self.followers:
+            poll.register(follower.socket, 0)  # hang-ups are always reported
+        poll.poll()
+        if self._closed.is_set() or not self._in_step.is_set():
+            return  # the next safe point sees it
+        if self._group is not None:
+            self._group.close()
+        if not self._closed.wait(_STUCK_SECONDS) and self._in_step.is_set():
+            os._exit(1)
