@@ -15,8 +15,8 @@ from pw.serving.document import describe
 from pw.serving.errors import CatchAll, install_error_handlers
 from pw.serving.headers import HeaderLimit
 from pw.serving.limits import BodyLimit
-from pw.serving.middleware import HttpMetrics, RequestIdentity, RequireKey
-from pw.serving.openai.endpoints import generation_router
+from pw.serving.middleware import HttpMetrics, RequestIdentity, RequireKey, TurnAway
+from pw.serving.openai.endpoints import GENERATION_PATHS, generation_router
 from pw.serving.openai.tokenization import tokenization_router
 from pw.serving.operations.control import control_router
 from pw.serving.operations.routes import operations_router
@@ -63,6 +63,13 @@ def create_app(
     app.include_router(control_router(context))
     # The last one added is the outermost.
     app.add_middleware(BodyLimit, max_bytes=config.limits.max_body_bytes)
+    app.add_middleware(
+        TurnAway,
+        gate=context.gate,
+        paths=GENERATION_PATHS,
+        retry_after=retry_after,
+        on_refusal=context.metrics.rejected,
+    )
     app.add_middleware(
         RequireKey,
         keys=config.api_keys,

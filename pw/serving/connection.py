@@ -8,13 +8,13 @@ from collections.abc import AsyncIterator, Awaitable
 from contextlib import AsyncExitStack, suppress
 from typing import Any, TypeVar
 
-import orjson
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from pw.errors import RequestError
 from pw.serving.errors import GenerationError, error_body
+from pw.serving.wire import dumps
 
 logger = logging.getLogger("pw.serving")
 
@@ -103,14 +103,14 @@ class EventStream(Response):
         last = b"[DONE]"
         try:
             async for event in self._events:
-                await self._send_data(send, orjson.dumps(event))
+                await self._send_data(send, dumps(event))
         except ClientDisconnect:
             raise
         except (RequestError, GenerationError) as error:
-            last = orjson.dumps(error_body(error))
+            last = dumps(error_body(error))
         except Exception as error:
             logger.exception("stream broke off")
-            last = orjson.dumps(error_body(error))
+            last = dumps(error_body(error))
         await self._resources.aclose()  # a client that asks again at `[DONE]` finds its place free
         await self._send_data(send, last)
         await self._send_bytes(send, b"", more=False)

@@ -93,6 +93,14 @@ class AdmissionGate:
         self.open_sequences = 0
         self.draining = False
 
+    def refusal(self) -> RequestError | None:
+        """Why no request at all would be admitted now; None when some would be."""
+        if self.draining:
+            return shutting_down()
+        if self.open_sequences >= self._limits.max_open_sequences:
+            return self._full()
+        return None
+
     @contextmanager
     def admit(self, sequences: int) -> Iterator[None]:
         """Hold places for all sequences of a request, or for none.
@@ -109,16 +117,20 @@ class AdmissionGate:
                 f"request has more sequences than the server may queue: {sequences} > {bound}"
             )
         if self.open_sequences + sequences > bound:
-            raise RequestError(
-                f"queue is full: {self.open_sequences} of {bound} sequences are open",
-                code="server_overloaded",
-                status=503,
-            )
+            raise self._full()
         self.open_sequences += sequences
         try:
             yield
         finally:
             self.open_sequences -= sequences
+
+    def _full(self) -> RequestError:
+        bound = self._limits.max_open_sequences
+        return RequestError(
+            f"queue is full: {self.open_sequences} of {bound} sequences are open",
+            code="server_overloaded",
+            status=503,
+        )
 
 
 def timed_out(seconds: float) -> RequestError:

@@ -7,13 +7,14 @@ import hmac
 import re
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pw.errors import RequestError
 from pw.serving.errors import error_response
+from pw.serving.limits import AdmissionGate
 from pw.serving.operations.metrics import ServingMetrics
 from pw.serving.operations.page import page_paths
 
@@ -69,9 +70,46 @@ class HttpMetrics:
         try:
             await self._app(scope, receive, watched)
         finally:
-            handler = getattr(scope.get("route"), "path", "unknown")
+            handler = getattr(scope.get("route"), "path", scope.get("pw.handler", "unknown"))
             method = scope["method"] if scope["method"] in _KNOWN_METHODS else "unknown"
             self._metrics.http(handler, method, status, time.monotonic() - start)
+
+
+class TurnAway:
+    """Refuses what cannot be admitted before anything is spent on it, its body not even read.
+
+    At many times the load that a server can bear, what it does for those that it turns away is
+    taken from those that it serves.
+
+    Args:
+        app: Behind it.
+        gate: Knows whether anything can be admitted.
+        paths: Of routes that need a place.
+        retry_after: Seconds, of refusals.
+        on_refusal: Called with the code of each.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        gate: AdmissionGate,
+        paths: frozenset[str],
+        retry_after: int,
+        on_refusal: Callable[[str], None],
+    ) -> None:
+        self._app, self._gate, self._paths = app, gate, paths
+        self._retry_after, self._on_refusal = retry_after, on_refusal
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on if there may be room for it."""
+        path = served_path(scope)
+        refusal = self._gate.refusal() if path in self._paths else None
+        if refusal is None or scope["method"] != "POST":
+            await self._app(scope, receive, send)
+            return
+        scope["pw.handler"] = path
+        self._on_refusal(refusal.code)
+        await error_response(refusal, retry_after=self._retry_after)(scope, receive, send)
 
 
 class RequireKey:
@@ -104,8 +142,7 @@ class RequireKey:
             await self._app(scope, receive, send)
             return
         role = scope["pw.role"] = self._role(scope)
-        path = scope["path"].removeprefix(scope.get("root_path", ""))  # that uvicorn put there
-        if self._open or role is not None or path in self._open_paths:
+        if self._open or role is not None or served_path(scope) in self._open_paths:
             await self._app(scope, receive, send)
             return
         response = error_response(
@@ -119,6 +156,12 @@ class RequireKey:
         given = _digest(key.strip())
         held = [role for known, role in self._roles if hmac.compare_digest(given, known)]
         return max(held, default=None, key="admin".__eq__) if scheme.lower() == b"bearer" else None
+
+
+def served_path(scope: Scope) -> str:
+    """The path of a request without the prefix under which a proxy shows the server."""
+    path: str = scope.get("path", "")
+    return path.removeprefix(scope.get("root_path", ""))  # that uvicorn put there
 
 
 def wrong_key() -> RequestError:

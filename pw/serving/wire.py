@@ -10,6 +10,25 @@ from fastapi import Request
 from fastapi.routing import APIRoute
 from starlette.responses import Response
 
+# Legal inside JSON, but clients that read a stream with `str.splitlines` end a line there.
+_LINE_ENDS = {
+    "\u2028".encode(): rb"\u2028",
+    "\u2029".encode(): rb"\u2029",
+    "\x85".encode(): rb"\u0085",
+}
+
+
+def dumps(value: Any) -> bytes:
+    """One JSON value in one line, by everybody's idea of a line.
+
+    Integer keys become strings, NaN and Infinity null.
+    """
+    data = orjson.dumps(value, option=orjson.OPT_NON_STR_KEYS)
+    if b"\xe2\x80" in data or b"\xc2\x85" in data:  # rare; only then is it copied
+        for raw, escaped in _LINE_ENDS.items():
+            data = data.replace(raw, escaped)
+    return data
+
 
 class JsonRoute(APIRoute):
     """Reads bodies with orjson: no NaN, no lone surrogates that no tokenizer can encode."""
@@ -36,4 +55,4 @@ class JsonResponse(Response):
 
     def render(self, content: Any) -> bytes:
         """Serialize one JSON value."""
-        return orjson.dumps(content, option=orjson.OPT_NON_STR_KEYS)
+        return dumps(content)

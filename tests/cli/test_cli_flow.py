@@ -16,6 +16,7 @@ from pw.blocks import BlockKey
 from pw.cli.options import Calibration
 from pw.store import Artifact
 from support.cli import SMALL, TEXT_FLAGS, Made, run
+from support.patience import PATIENCE
 
 ROOT = Path(__file__).parents[2]
 
@@ -141,11 +142,11 @@ def test_serve_answers_and_drains(made: Made) -> None:
             assert line.startswith("PagedWeight serves house on "), line
             url = line.split()[-1]
             body = {"model": "house", "prompt": "a page", "max_tokens": 3, "ignore_eos": True}
-            answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60).json()
+            answer = httpx.post(f"{url}/v1/completions", json=body, timeout=PATIENCE).json()
             assert answer["usage"]["completion_tokens"] == 3
         finally:
             server.send_signal(signal.SIGTERM)
-        _, errors = server.communicate(timeout=60)
+        _, errors = server.communicate(timeout=PATIENCE)
     assert server.returncode == 0, errors
     assert "memory plan:" in errors
     assert "Traceback" not in errors

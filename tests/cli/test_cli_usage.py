@@ -10,7 +10,7 @@ from pw.cli.options import Planner, Runtime
 from support.cli import run
 
 COMMANDS = [
-    *("calibrate", "quantize", "sensitivity", "trace", "fit-residuals", "run"),
+    *("calibrate", "quantize", "sensitivity", "trace", "tune", "fit-residuals", "run"),
     *("serve", "generate", "eval", "bench", "inspect", "export", "env"),
 ]
 

@@ -43,7 +43,7 @@ def test_json_lines_have_stable_keys(capsys: pytest.CaptureFixture[str]) -> None
     assert (first["level"], first["logger"], first["message"]) == ("info", "pw.x", "one näme\n")
     assert first["tokens"] == 3
     written = datetime.fromisoformat(first["time"])
-    assert abs(datetime.now(UTC) - written) < timedelta(seconds=10)
+    assert abs(datetime.now(UTC) - written) < timedelta(minutes=2)
     assert second["level"] == "error"
     assert "KeyError: 'gone'" in second["exception"]
 

@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import uvicorn
 
+from support.patience import PATIENCE
+
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 needs_browser = pytest.mark.skipif(
     CHROMIUM is None or DRIVER is None, reason="needs Debian's chromium and chromium-driver"
@@ -37,7 +39,7 @@ class Page:
         return str(self.js(f"return document.getElementById('{element}').textContent"))
 
     def wait(self, condition: Callable[[], Any], what: str) -> Any:
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + PATIENCE
         while not (found := condition()):
             assert time.monotonic() < deadline, (
                 f"{what}; page: {self.js('return document.body.innerText')}"

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import httpx
 import openai
@@ -90,6 +93,22 @@ def wait_for(condition: Callable[[], object]) -> None:
     while not condition():
         assert time.monotonic() < end, "waited in vain"
         time.sleep(0.005)
+
+
+@contextmanager
+def abandoned(url: str, path: str, fields: dict[str, Any]) -> Iterator[None]:
+    """A request that its client leaves at the end of the block."""
+    address = httpx.URL(url)
+    with socket.create_connection((address.host, address.port), timeout=PATIENCE) as client:
+        client.sendall(request_bytes(path, fields))
+        yield
+
+
+def request_bytes(path: str, fields: dict[str, Any]) -> bytes:
+    """A whole POST."""
+    body = json.dumps(fields).encode()
+    head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+    return f"{head}content-length: {len(body)}\r\n\r\n".encode() + body
 
 
 @pytest.fixture

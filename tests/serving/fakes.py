@@ -40,6 +40,7 @@ class FakeEngine:
         self.step = 0
         self.stopped = False
         self.policy = "static:4"
+        self.allowed: int | None = None  # tokens that may be made so far; None: any number
         self.script: list[str] = []  # said instead of STORY, piece by piece; token i is piece i
 
     async def precision_map(self) -> dict[str, Any]:
@@ -92,6 +93,8 @@ class FakeEngine:
         while True:
             silent = self.MUTE in prompt or (self.HOLD in prompt and done == 3)
             await asyncio.sleep(3600 if silent else self.step_seconds)
+            while self.allowed is not None and self.tokens >= self.allowed:
+                await asyncio.sleep(0.005)
             if done == 3 and self.UNABLE in prompt:
                 code = "precision_unavailable"
                 yield RequestOutput(request_id, finish_reason="error", error="no", error_code=code)

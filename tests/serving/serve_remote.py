@@ -9,11 +9,11 @@ import sys
 from pathlib import Path
 
 from pw import logs
+from pw.serving import server
 from pw.serving.context import ServingConfig
 from pw.serving.limits import ServingLimits
 from pw.serving.listen import Endpoint
 from pw.serving.process.remote import RemoteEngine
-from pw.serving.server import serve
 from support.remote import launch
 from tests.serving.fakes import WordTokenizer
 
@@ -26,12 +26,13 @@ if __name__ == "__main__":
     for name in PATHS:
         if name in endpoint:
             endpoint[name] = Path(endpoint[name])
+    server.ENGINE_FAILED_SECONDS = options.get("failed_seconds", server.ENGINE_FAILED_SECONDS)
     with launch(mode, options.get("queue_timeout")) as process:
         engine = RemoteEngine(
             process, process.wait_until_ready(), stall_timeout=options.get("stall_timeout", 60.0)
         )
         limits = ServingLimits(**options.get("limits", {}))
-        code = serve(
+        code = server.serve(
             engine,
             WordTokenizer(),
             ServingConfig(("fake",), limits=limits, api_keys=tuple(options.get("keys", ()))),

@@ -20,6 +20,7 @@ import uvicorn
 
 from pw.serving.operations.page import page_paths
 from tests.serving.browser import Page, needs_browser, served
+from tests.serving.conftest import abandoned
 from tests.serving.show_dashboard import KINDS, PAGE, MovingEngine, moving_app
 
 
@@ -199,16 +200,8 @@ def test_policies_without_widths_or_without_routing(driver: Any) -> None:
 def test_requests_come_and_go(driver: Any) -> None:
     with opened(driver, 2, 4) as page:
         page.wait_for("requests", "none now")
-        page.engine.step_seconds = 0.5
-        asker = threading.Thread(
-            target=lambda: httpx.post(
-                f"{page.url}/v1/completions",
-                json={"prompt": "1 2 3", "max_tokens": 6},
-            )
-        )
-        asker.start()
-        page.wait_for("requests", r"running3[1-5]\d+ ms|running3[1-5]\d\.\d s")
-        asker.join()
+        with abandoned(page.url, "/v1/completions", {"prompt": f"1 2 {MovingEngine.HOLD}"}):
+            page.wait_for("requests", r"running33\d+ ms|running33\d+\.\d s")
         page.wait_for("requests", "none now")
         assert page.complaints() == []
 

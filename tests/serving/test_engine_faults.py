@@ -16,8 +16,10 @@ from typing import Any
 import httpx
 import pytest
 
+from support.patience import PATIENCE, allowed
 from support.remote import alive
 from support.served import ServerProcess, Stream, server_process
+from support.step_engine import StepEngine
 
 Launch = Callable[..., ServerProcess]
 
@@ -41,7 +43,7 @@ def launch() -> Iterator[Launch]:
     wait_until(lambda: not any(map(alive, pids)))
 
 
-def wait_until(true: Callable[[], bool], seconds: float = 10.0) -> float:
+def wait_until(true: Callable[[], bool], seconds: float = PATIENCE) -> float:
     begin = time.monotonic()
     while not true():
         assert time.monotonic() - begin < seconds, "waited in vain"
@@ -50,11 +52,16 @@ def wait_until(true: Callable[[], bool], seconds: float = 10.0) -> float:
 
 
 def ready(url: str) -> int:
-    return httpx.get(f"{url}/health/ready").status_code
+    return httpx.get(f"{url}/health/ready", timeout=PATIENCE).status_code
+
+
+def status(url: str) -> dict[str, Any]:
+    answer: dict[str, Any] = httpx.get(f"{url}/v1/pw/status", timeout=PATIENCE).json()
+    return answer
 
 
 def complete(url: str, **body: Any) -> httpx.Response:
-    return httpx.post(f"{url}/v1/completions", json={"prompt": "1"} | body, timeout=30)
+    return httpx.post(f"{url}/v1/completions", json={"prompt": "1"} | body, timeout=PATIENCE)
 
 
 def test_a_killed_engine_is_told_to_everyone_and_ends_the_server(launch: Launch) -> None:
@@ -66,9 +73,9 @@ def test_a_killed_engine_is_told_to_everyone_and_ends_the_server(launch: Launch)
     for stream in streams:
         [error] = stream.join().errors
         assert "the engine failed" in str(error)
-    assert time.monotonic() - killed < 2
+    assert time.monotonic() - killed < allowed(2)
     code, _, log = server.end()
-    assert time.monotonic() - killed < 5
+    assert time.monotonic() - killed < allowed(5)
     assert code == 1
     assert "the engine process ended: SIGKILL" in log
     assert "leaving with exit code 1" in log
@@ -76,28 +83,28 @@ def test_a_killed_engine_is_told_to_everyone_and_ends_the_server(launch: Launch)
 
 
 def test_new_requests_are_refused_while_the_server_leaves(launch: Launch, tmp_path: Path) -> None:
-    """A client that reads nothing keeps the server for the two seconds it gives to be told."""
+    """A client that reads nothing keeps the server for the seconds it gives to be told."""
     uds = str(tmp_path / "socket")
-    server = launch(0.001, endpoint={"uds": uds})
+    server = launch(0.001, endpoint={"uds": uds}, failed_seconds=5)
     [engine] = server.children()
     with (
-        httpx.Client(base_url="http://x", transport=httpx.HTTPTransport(uds=uds)) as http,
+        httpx.Client(
+            base_url="http://x", transport=httpx.HTTPTransport(uds=uds), timeout=PATIENCE
+        ) as http,
         lazy_reader(uds, n=16),
     ):
         wait_until(lambda: http.get("/v1/pw/status").json()["step"] > 100)
         time.sleep(1.5)  # more than the socket holds has been made
         os.kill(engine, signal.SIGKILL)
-        begin = time.monotonic()
-        wait_until(lambda: http.get("/health/ready").status_code == 503, 1.0)
+        wait_until(lambda: http.get("/health/ready").status_code == 503)
         refused = http.post("/v1/completions", json={"prompt": "1"})
-        assert time.monotonic() - begin < 1.5
         assert refused.status_code == 503
         assert refused.json()["error"]["code"] == "engine_unavailable"
         assert refused.headers["retry-after"]
         assert http.get("/health/live").status_code == 200
         assert http.get("/v1/pw/status").json()["step"] > 100
         assert http.get("/metrics").status_code == 200
-        assert server.process.wait(10) == 1
+        assert server.process.wait(PATIENCE) == 1
     assert "Traceback" not in server.end()[2]
     assert not Path(uds).exists()
 
@@ -114,19 +121,18 @@ def lazy_reader(uds: str, **body: Any) -> Iterator[None]:
 
 
 def test_a_stopped_engine_is_a_stall_until_it_goes_on(launch: Launch) -> None:
-    server = launch(0.02, stall_timeout=1.5)
+    server = launch(0.02, stall_timeout=3.0)
     [engine] = server.children()
     stream = Stream(server.url, max_tokens=4000)
     os.kill(engine, signal.SIGSTOP)
-    assert ready(server.url) == 200  # not yet known
     detected = wait_until(lambda: ready(server.url) == 503)
-    assert 0.5 < detected < 4
+    assert detected < allowed(4.5)
     [error] = stream.join().errors
     assert "stalled" in str(error)
     refused = complete(server.url)
     assert (refused.status_code, refused.json()["error"]["code"]) == (503, "engine_unavailable")
     os.kill(engine, signal.SIGCONT)
-    assert wait_until(lambda: ready(server.url) == 200) < 3
+    assert wait_until(lambda: ready(server.url) == 200) < allowed(3)
     assert complete(server.url, max_tokens=3).json()["choices"][0]["text"] == "1 2 3 "
     server.process.send_signal(signal.SIGTERM)
     code, _, log = server.end()
@@ -139,9 +145,10 @@ def test_sixty_four_streams_are_drained(launch: Launch) -> None:
     """A terminal or a supervisor may signal both processes; the engine leaves it to the server."""
     server = launch(0.04)
     [engine] = server.children()
-    many = [complete_later(server.url, n=8, max_tokens=100) for _ in range(7)]
-    streams = [Stream(server.url, max_tokens=100) for _ in range(8)]
-    wait_until(lambda: httpx.get(f"{server.url}/v1/pw/status").json()["open_sequences"] == 64)
+    crowd = {"prompt": [StepEngine.CROWD], "max_tokens": 100}  # nobody ends before all have come
+    many = [complete_later(server.url, n=8, **crowd) for _ in range(7)]
+    streams = [Stream(server.url, **crowd) for _ in range(8)]
+    wait_until(lambda: status(server.url)["open_sequences"] == 64)
     server.process.send_signal(signal.SIGTERM)
     os.kill(engine, signal.SIGTERM)
     wait_until(lambda: ready(server.url) == 503)
@@ -182,8 +189,8 @@ def test_a_second_signal_ends_the_server_in_two_seconds(launch: Launch, stopped:
     assert server.process.poll() is None
     begin = time.monotonic()
     server.process.send_signal(signal.SIGTERM)
-    assert server.process.wait(10) == 1
-    assert time.monotonic() - begin < 2
+    assert server.process.wait(PATIENCE) == 1
+    assert time.monotonic() - begin < allowed(2)
     for stream in streams:
         [error] = stream.join().errors
         assert "server is shutting down" in str(error)
@@ -197,23 +204,41 @@ def test_a_server_that_is_killed_leaves_no_engine(launch: Launch, signal_number:
     [engine] = server.children()
     stream = Stream(server.url, max_tokens=4000)
     server.process.send_signal(signal_number)
-    assert wait_until(lambda: not alive(engine)) < 2
+    assert wait_until(lambda: not alive(engine)) < allowed(2)
     assert stream.join().errors
 
 
-def test_timeouts_of_request_and_queue(launch: Launch) -> None:
-    server = launch(0.02, limits={"request_timeout": 1.5}, queue_timeout=0.2)
-    late = complete(server.url, max_tokens=4000)
-    assert (late.status_code, late.json()["error"]["code"]) == (504, "timeout")
-    assert "longer than 1.5 s" in late.json()["error"]["message"]
+def test_a_request_may_take_so_long(launch: Launch) -> None:
+    server = launch(0.02, limits={"request_timeout": 3.0})
+    late = complete_later(server.url, max_tokens=4000)
     stream = Stream(server.url, max_tokens=4000).join()
-    assert 5 < len(stream.texts) < 100
-    assert "longer than 1.5 s" in str(stream.errors[0])
-    busy = [complete_later(server.url, n=16, max_tokens=4000) for _ in range(4)]
-    wait_until(lambda: httpx.get(f"{server.url}/v1/pw/status").json()["running"] == 64)
+    assert 1 <= len(stream.texts) < 200
+    assert "longer than 3 s" in str(stream.errors[0])
+    error = late()["error"]
+    assert error["code"] == "timeout"
+    assert "longer than 3 s" in error["message"]
+    wait_until(lambda: status(server.url)["running"] == 0)
+    assert complete(server.url, max_tokens=2).is_success
+
+
+def test_a_request_may_wait_so_long(launch: Launch) -> None:
+    server = launch(0.02, queue_timeout=2.0)
+    busy = [Stream(server.url, n=16, max_tokens=4000) for _ in range(4)]
+    wait_until(lambda: status(server.url)["running"] == 64)
     waited = complete(server.url, max_tokens=1)
     assert waited.status_code == 504
-    assert "waited for 0.2 s" in waited.json()["error"]["message"]
-    assert {answer()["error"]["code"] for answer in busy} == {"timeout"}
-    wait_until(lambda: httpx.get(f"{server.url}/v1/pw/status").json()["running"] == 0)
-    assert complete(server.url, max_tokens=2).is_success
+    assert waited.json()["error"]["code"] == "timeout"
+    assert "waited for 2 s" in waited.json()["error"]["message"]
+    assert not any(stream.errors for stream in busy)  # they have begun
+    for _ in range(2):
+        server.process.send_signal(signal.SIGTERM)
+        wait_until(lambda: ready_or_gone(server.url) != 200)
+    for stream in busy:
+        assert stream.join().errors
+
+
+def ready_or_gone(url: str) -> int:
+    try:
+        return ready(url)
+    except httpx.TransportError:
+        return 0

@@ -7,7 +7,6 @@ import logging
 import socket
 import threading
 import time
-from contextlib import contextmanager
 from http.client import HTTPResponse
 
 import httpx
@@ -17,7 +16,7 @@ import pytest
 from pw.serving.context import ServingConfig
 from pw.serving.limits import ServingLimits
 from support.patience import PATIENCE
-from tests.serving.conftest import wait_for
+from tests.serving.conftest import abandoned, request_bytes, wait_for
 from tests.serving.fakes import FakeEngine, WordTokenizer
 
 BREAK, RAISE, ABORT, REFUSE, MUTE, HOLD = (
@@ -145,7 +144,7 @@ def test_client_that_leaves_before_the_first_token(served, path, stream, n, capl
         fields["prompt"] = text
     else:
         fields["messages"] = [{"role": "user", "content": text}]
-    with abandoned(served, f"/v1/{path}", fields):
+    with abandoned(served.url, f"/v1/{path}", fields):
         wait_for(lambda: served.engine.running == n)
     wait_for(lambda: served.context.gate.open_sequences == 0)
     (request,) = log.ids()
@@ -154,21 +153,6 @@ def test_client_that_leaves_before_the_first_token(served, path, stream, n, capl
     told = f"sequences {n}, tokens in {3001 * n}, out 0, finish gone, queue -, ttft -"
     assert told in log.line()
     assert log.records()[0].levelno == logging.INFO
-
-
-@contextmanager
-def abandoned(served, path, fields):
-    """A request that its client leaves at the end of the block."""
-    url = httpx.URL(served.url)
-    with socket.create_connection((url.host, url.port), timeout=PATIENCE) as client:
-        client.sendall(request_bytes(path, fields))
-        yield
-
-
-def request_bytes(path, fields):
-    body = json.dumps(fields).encode()
-    head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
-    return f"{head}content-length: {len(body)}\r\n\r\n".encode() + body
 
 
 def test_the_log_tells_what_was_sent_before_a_failure(served, caplog):
@@ -242,6 +226,50 @@ def test_full_queue_is_a_503_with_retry_after(start):
         rejected = 'pw:requests_rejected_total{engine="0",model_name="fake",reason="%s"}'
         assert served.metrics()[rejected % "server_overloaded"] == 2
         assert served.metrics()[rejected % "invalid_value"] == 1
+
+
+@pytest.mark.parametrize("why", ["full", "draining"])
+def test_who_cannot_be_admitted_is_turned_away_unread(start, why):
+    """Nothing is spent on it: the answer comes before the body, whatever that is."""
+    limits = ServingLimits(max_open_sequences=1)
+    with start(config=ServingConfig(("fake",), limits=limits, api_keys=("k",))) as served:
+        key = {"authorization": "Bearer k"}
+        with served.context.gate.admit(1):
+            served.context.gate.draining = why == "draining"
+            for path in ("/v1/completions", "/v1/chat/completions"):
+                assert told_before_the_body(served.url, path, "Bearer k") == (503, "1", 200)
+                assert told_before_the_body(served.url, path, "Bearer x")[0] == 401
+                assert served.http.get(path, headers=key).status_code == 405
+            body = {"prompt": "1 2"}
+            assert served.http.post("/tokenize", json=body, headers=key).is_success
+            served.context.gate.draining = False
+        metrics = served.http.get("/metrics", headers=key).text
+        code = {"full": "server_overloaded", "draining": "engine_unavailable"}[why]
+        assert (
+            f'pw:requests_rejected_total{{engine="0",model_name="fake",reason="{code}"}} 2.0'
+            in (metrics)
+        )
+        for path in ("/v1/completions", "/v1/chat/completions"):
+            labels = f'{{handler="{path}",method="POST",status="503"}}'
+            assert f"pw:http_requests_total{labels} 1.0" in metrics
+        assert served.http.post("/v1/completions", json={"prompt": "1"}, headers=key).is_success
+
+
+def told_before_the_body(url, path, key):
+    """Status and Retry-After of a request whose body comes late; status of the next one."""
+    address = httpx.URL(url)
+    with socket.create_connection((address.host, address.port), timeout=PATIENCE) as client:
+        head = f"POST {path} HTTP/1.1\r\nhost: x\r\nauthorization: {key}\r\ncontent-length: 5\r\n"
+        client.sendall(f"{head}\r\n".encode())
+        answer = HTTPResponse(client)
+        answer.begin()
+        answer.read()
+        client.sendall(b"nonse")
+        client.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+        health = HTTPResponse(client)
+        health.begin()
+        status = 200 if health.status == 503 else health.status  # as it drains
+        return answer.status, answer.getheader("retry-after"), status
 
 
 def test_dead_engine_is_told_at_once(start):

@@ -116,6 +116,16 @@ def test_a_taken_port_is_known_before_anything_is_loaded() -> None:
             Endpoint(port=port).check_free()
 
 
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_answers_do_not_wait_for_acknowledgements(host: str) -> None:
+    if host == "::1" and not socket.has_dualstack_ipv6():
+        pytest.skip("no IPv6 here")
+    with Endpoint(host=host, port=0).listening() as listener:
+        address = listener.getsockname()[:2]
+        with socket.create_connection(address, timeout=20), listener.accept()[0] as accepted:
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+
 def test_browsers_may_call_from_named_origins_only() -> None:
     ask = {"origin": "https://ui.example", "access-control-request-method": "POST"}
     ask["access-control-request-headers"] = "authorization,content-type"

@@ -13,6 +13,7 @@ import pytest
 from pw.engine import AsyncEngine
 from pw.errors import EngineLostError
 from support.engines import make_artifact, open_engine, random_prompt, tight_budget
+from tests.serving.conftest import wait_for
 
 PROMPT_TOKENS, NEW_TOKENS = 60, 24
 
@@ -65,12 +66,7 @@ def test_requests_under_pressure_all_finish_and_bits_come_back(served: Any) -> N
     assert status["transitions"] > 0
     reduced = [plan for plan in status["plan_history"] if plan["damage"] > 0]
     assert reduced
-    for _ in range(100):
-        status = served.http.get("/v1/pw/status").json()
-        if status["mean_bits"] == 6:
-            break
-        asyncio.run(asyncio.sleep(0.1))
-    assert status["mean_bits"] == 6
+    wait_for(lambda: served.http.get("/v1/pw/status").json()["mean_bits"] == 6)
 
 
 def test_stream_equals_the_whole_answer_and_seeds_repeat(served: Any) -> None:
@@ -97,13 +93,13 @@ def test_bad_input_is_a_400_and_the_engine_lives_on(served: Any) -> None:
 def test_a_client_that_leaves_gives_its_pages_back(served: Any) -> None:
     with ask(served.openai, "a long one", max_tokens=120, stream=True) as stream:
         next(iter(stream))
-    for _ in range(200):
+
+    def idle() -> bool:
         status = served.http.get("/v1/pw/status").json()
-        if status["pages_kv"] == 0 and status["running"] == 0:
-            break
-        asyncio.run(asyncio.sleep(0.05))
-    assert status["pages_kv"] == 0
-    assert status["aborted"] == 1
+        return bool(status["pages_kv"] == 0 and status["running"] == 0)
+
+    wait_for(idle)
+    assert served.http.get("/v1/pw/status").json()["aborted"] == 1
 
 
 def test_an_engine_that_fails_ends_its_streams_and_says_so(

@@ -19,6 +19,7 @@ from pw.logs import LogSettings
 from pw.serving.errors import GenerationError
 from pw.serving.process import remote
 from pw.serving.process.engine_process import EngineProcess
+from support.patience import allowed
 from support.remote import FOREVER, SHORT, alive, launch, outputs, until, with_engine
 from support.step_engine import StepEngine
 
@@ -69,7 +70,7 @@ def test_policy_and_precision_map_cross():
     async def work(engine):
         assert (await engine.precision_map())["layers"][0]["gate_up"] == [4, 4, 3, 2]
         await engine.set_policy("static:4")
-        await until(lambda: engine.status().policy == "static:4", 1.0)
+        await until(lambda: engine.status().policy == "static:4")
         with pytest.raises(RequestError, match="2 to 8") as refused:
             await engine.set_policy("static:9")
         assert refused.value.param == "policy"
@@ -86,9 +87,9 @@ def test_a_reader_that_leaves_ends_its_request():
         stream = engine.generate("gone", [1], FOREVER)
         await anext(stream)
         await stream.aclose()
-        await until(lambda: engine.status().aborted == 1, 2.0)
+        await until(lambda: engine.status().aborted == 1)
         other = asyncio.create_task(outputs(engine, "told", FOREVER))
-        await until(lambda: engine.status().running == 1, 2.0)
+        await until(lambda: engine.status().running == 1)
         engine.abort("told")
         engine.abort("unknown")
         assert (await other)[-1].finish_reason == "abort"
@@ -120,7 +121,7 @@ def test_a_killed_engine_ends_its_streams_at_once():
         os.kill(engine.pid, signal.SIGKILL)
         begin = time.monotonic()
         last = (await stream)[-1]
-        assert time.monotonic() - begin < 2
+        assert time.monotonic() - begin < allowed(2)
         assert (last.finish_reason, last.error_code) == ("error", "engine_failed")
         assert engine.failed
         assert not engine.healthy()
@@ -138,12 +139,12 @@ def test_a_stalled_engine_is_seen_and_may_come_back():
     async def work(engine):
         stream = asyncio.create_task(outputs(engine, "r", FOREVER))
         await until(lambda: engine.status().running == 1)
-        await asyncio.sleep(1.2)
+        await asyncio.sleep(2.2)
         assert engine.healthy()
         os.kill(engine.pid, signal.SIGSTOP)
         question = asyncio.create_task(engine.precision_map())
         seconds = await until(lambda: not engine.healthy())
-        assert 0.5 < seconds < 2.5
+        assert seconds < allowed(3.5)
         last = (await stream)[-1]
         assert (last.finish_reason, last.error_code) == ("error", "engine_stalled")
         with pytest.raises(RequestError, match="stalled"):
@@ -152,24 +153,24 @@ def test_a_stalled_engine_is_seen_and_may_come_back():
         with pytest.raises(RequestError, match="the engine is stalled"):
             await outputs(engine, "late")
         os.kill(engine.pid, signal.SIGCONT)
-        assert await until(engine.healthy) < 2
+        assert await until(engine.healthy) < allowed(2)
         assert len(await outputs(engine, "again")) == 4
         await until(lambda: engine.status().running == 0)
         assert engine.status().aborted == 1  # the stream that was ended here
 
-    with_engine(work, stall_timeout=1.0)
+    with_engine(work, stall_timeout=2.0)
 
 
 def test_an_event_loop_that_was_held_up_does_not_blame_the_engine():
     async def work(engine):
         stream = asyncio.create_task(outputs(engine, "r", SamplingParams(max_tokens=400)))
         await until(lambda: engine.status().running == 1)
-        time.sleep(2.0)
+        time.sleep(3.0)
         await asyncio.sleep(0.3)
         assert engine.healthy()
         assert (await stream)[-1].finish_reason == "length"
 
-    with_engine(work, stall_timeout=1.0)
+    with_engine(work, stall_timeout=2.0)
 
 
 def test_a_step_that_fails_costs_its_sequences_only():
@@ -210,21 +211,21 @@ def test_a_request_that_waits_too_long_is_given_up():
         await until(lambda: engine.status().running == 64)
         begin = time.monotonic()
         last = (await outputs(engine, "late"))[-1]
-        assert 0.3 < time.monotonic() - begin < 3
+        assert 0.9 < time.monotonic() - begin < allowed(3)
         assert (last.finish_reason, last.error_code) == ("error", "timeout")
-        assert "waited for 0.4 s" in last.error
+        assert "waited for 1 s" in last.error
         assert not any(task.done() for task in busy)  # they have begun
         for number in range(64):
             engine.abort(f"r{number}")
         await asyncio.gather(*busy)
 
-    with_engine(work, "0.002", 0.4)
+    with_engine(work, "0.002", 1.0)
 
 
 def test_shutdown_lets_requests_finish_and_takes_no_more():
     async def work(engine):
         tasks = [
-            asyncio.create_task(outputs(engine, f"r{i}", SamplingParams(max_tokens=150)))
+            asyncio.create_task(outputs(engine, f"r{i}", SamplingParams(max_tokens=600)))
             for i in range(3)
         ]
         await until(lambda: engine.status().running == 3)
@@ -245,7 +246,7 @@ def test_what_does_not_finish_in_time_ends_with_an_error():
         await until(lambda: engine.status().running == 1)
         begin = time.monotonic()
         await engine.shutdown(0)
-        assert time.monotonic() - begin < 1.5
+        assert time.monotonic() - begin < allowed(1.5)
         assert (await stream)[-1].error_code == "engine_stopped"
 
     with_engine(work)
@@ -261,7 +262,7 @@ def test_shutdown_does_not_wait_for_an_engine_that_hangs(how):
             await asyncio.sleep(0.1)
         begin = time.monotonic()
         await engine.shutdown(0)
-        assert time.monotonic() - begin < 1.5
+        assert time.monotonic() - begin < allowed(1.5)
         assert not alive(engine.pid)
         if how == "step that hangs":
             assert (await hung)[-1].error_code == "engine_stopped"
@@ -282,6 +283,7 @@ def test_signals_for_the_whole_service_do_not_reach_the_engine():
 
 PARENT = """
 import time
+from support.patience import allowed
 from support.remote import launch
 process = launch("0.002")
 process.wait_until_ready()
@@ -311,8 +313,8 @@ def test_an_engine_whose_server_is_killed_does_not_live_on(busy):
         time.sleep(0.2)
         assert alive(pid)
         parent.kill()
-    seconds = asyncio.run(until(lambda: not alive(pid), 5.0))
-    assert busy or seconds < 2
+    seconds = asyncio.run(until(lambda: not alive(pid)))
+    assert seconds < allowed(5 if busy else 2)
 
 
 def test_an_engine_that_dies_while_it_loads_is_told_in_one_line():

@@ -18,6 +18,7 @@ from pw.errors import ConfigError
 from pw.serving.context import ServingConfig
 from pw.serving.listen import Endpoint
 from pw.serving.server import serve
+from support.patience import PATIENCE, allowed
 from support.served import Stream, server_process
 from tests.serving.fakes import STORY, FakeEngine, WordTokenizer
 
@@ -36,12 +37,12 @@ def test_banner_can_be_pasted(launch):
     assert server.banner.startswith("PagedWeight serves fake on http://127.0.0.1:")
     curl = next(line for line in server.banner.splitlines() if "curl" in line)
     answer = subprocess.run(
-        ["bash", "-c", f"{curl} -sS"], capture_output=True, text=True, timeout=20
+        ["bash", "-c", f"{curl} -sS"], capture_output=True, text=True, timeout=PATIENCE
     )
     assert '"role":"assistant","content":"The 🦊' in answer.stdout, answer.stderr
     snippet = server.banner[server.banner.index("  from openai") :].replace("\n  ", "\n").strip()
     answer = subprocess.run(
-        [sys.executable, "-c", snippet], capture_output=True, text=True, timeout=20
+        [sys.executable, "-c", snippet], capture_output=True, text=True, timeout=PATIENCE
     )
     assert answer.stdout.startswith("The 🦊 jumps"), answer.stderr
     server.process.send_signal(signal.SIGINT)
@@ -52,10 +53,10 @@ def test_banner_can_be_pasted(launch):
 
 
 def test_first_signal_drains(launch):
-    server = launch(0.06, 30.0)
+    server = launch(0.3, PATIENCE)
     stream = Stream(server.url)
     server.process.send_signal(signal.SIGTERM)
-    with httpx.Client(base_url=server.url) as http:
+    with httpx.Client(base_url=server.url, timeout=PATIENCE) as http:
         while http.get("/health/ready").status_code == 200:
             time.sleep(0.005)
         assert http.get("/health/ready").status_code == 503
@@ -80,14 +81,16 @@ def test_second_signal_cuts_off(launch):
 
     def ask():
         try:
-            answer = httpx.post(f"{server.url}/v1/completions", json={"prompt": "1"}, timeout=20)
+            answer = httpx.post(
+                f"{server.url}/v1/completions", json={"prompt": "1"}, timeout=PATIENCE
+            )
             outcomes.append(answer.status_code)
         except httpx.HTTPError as error:
             outcomes.append(error)
 
     asker = threading.Thread(target=ask)
     asker.start()
-    with httpx.Client(base_url=server.url) as http:
+    with httpx.Client(base_url=server.url, timeout=PATIENCE) as http:
         while http.get("/v1/pw/status").json()["open_sequences"] == 0:
             time.sleep(0.01)
     server.process.send_signal(signal.SIGTERM)
@@ -96,8 +99,8 @@ def test_second_signal_cuts_off(launch):
     begin = time.monotonic()
     server.process.send_signal(signal.SIGTERM)
     code, out, err = server.end()
-    assert time.monotonic() - begin < 2
-    asker.join(20)
+    assert time.monotonic() - begin < allowed(2)
+    asker.join(PATIENCE)
     assert (code, out.strip()) == (1, "engine stopped")
     assert outcomes == [503]
     assert "finish aborted" in err
@@ -122,7 +125,7 @@ def test_a_failed_engine_ends_the_process(launch):
     """Its client is told first; then a supervisor can start the server again."""
     server = launch(0.0, 30.0)
     body = {"prompt": [FakeEngine.DIE], "max_tokens": 50}
-    answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=10)
+    answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=PATIENCE)
     assert answer.status_code == 500
     code, _, log = server.end()
     assert code == 1

@@ -28,27 +28,18 @@ def limited(**fields):
 def test_silence_is_broken_by_comments(start):
     """A word is said when the comment that it waits for has come; before the first, too."""
 
-    class Waits(FakeEngine):
-        may_say = 0
-
-        async def _words(self, *arguments):
-            said = 0
-            async for output in super()._words(*arguments):
-                while said >= Waits.may_say:
-                    await asyncio.sleep(0.005)
-                said += 1
-                yield output
-
     body = {"prompt": "1", "max_tokens": 3, "stream": True}
-    with start(Waits(), config=limited(sse_ping_interval=0.1)) as served:
+    with start(config=limited(sse_ping_interval=0.1)) as served:
+        served.engine.allowed = 0
         pings, events = 0, []
         with served.http.stream("POST", COMPLETIONS, json=body) as answer:
             for line in answer.iter_lines():
                 if line == ": ping":
                     pings += 1
-                    Waits.may_say = len(events) + 1
+                    served.engine.allowed = len(events) + 1
                 elif line:
                     events.append(line)
+        served.engine.allowed = None
         assert pings >= 3
         assert len(events) == 4
         assert events[-1] == "data: [DONE]"

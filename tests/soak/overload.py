@@ -3,100 +3,96 @@
 from __future__ import annotations
 
 import asyncio
-import random
+import json
+import sys
 import time
-from dataclasses import dataclass, field
+from asyncio.subprocess import PIPE
+from collections.abc import Sequence
 from typing import Any
 
 import httpx
 import numpy as np
 
-PROMPT, ANSWER = 32, 64  # tokens of every request
+from tests.soak.flood import Rate
+from tests.soak.watching import Processes, Watch
+
+REJECT_MS, GOODPUT, RECOVERY_SECONDS = 50.0, 0.9, 5.0
+TIMES_THE_PEAK = 10
 
 
-@dataclass
-class Rate:
-    """What came of requests sent in some way."""
-
-    seconds: float = 0.0
-    answered: int = 0  # in that time
-    rejected: list[float] = field(default_factory=list)  # seconds until the 503
-    wrong: list[str] = field(default_factory=list)
-
-    @property
-    def per_second(self) -> float:
-        """Requests answered in full."""
-        return self.answered / self.seconds
-
-    def reject_ms(self, percentile: float) -> float:
-        """Time until the refusal."""
-        return float(np.percentile(self.rejected, percentile) * 1e3) if self.rejected else 0.0
-
-
-class Sender:
-    """Sends requests of one shape.
+async def overload(
+    client: httpx.AsyncClient, vocabulary: int, concurrency: int, seconds: float
+) -> dict[str, Any]:
+    """Peak, ten times the peak, and what comes after; the load is made by another process.
 
     Args:
         client: Knows the server.
         vocabulary: Of its model.
+        concurrency: Requests at a time of the closed loop that measures the peak.
+        seconds: Of the flood; the peak is measured for a third of it.
     """
+    watch = Watch(client, Processes.of_this_child())
 
-    def __init__(self, client: httpx.AsyncClient, vocabulary: int) -> None:
-        self._client, self._vocabulary = client, vocabulary
-        self._chance = random.Random(0)
+    async def load(*arguments: str | float) -> Rate:
+        return await _load(str(client.base_url), vocabulary, arguments)
 
-    async def peak(self, concurrency: int, seconds: float) -> Rate:
-        """Closed loop: so many requests at a time, for so long."""
-        rate, begin = Rate(seconds), time.monotonic()
+    await load("--peak", concurrency, seconds / 20)
+    peak = await load("--peak", concurrency, seconds / 3)
+    per_second = peak.answered / peak.seconds
+    watching = asyncio.create_task(watch.run())
+    flood = await load("--flood", TIMES_THE_PEAK * per_second, seconds, seconds / 6)
+    watch.stop()
+    await watching
+    recovery = await _recovery(client)
+    goodput = flood.answered / flood.seconds / per_second
+    rejects = _milliseconds(flood.rejected)
+    figures = {
+        "peak_per_s": round(per_second, 2),
+        "sent_per_s": round(TIMES_THE_PEAK * per_second, 2),
+        "goodput_of_peak": round(goodput, 3),
+        "rejected": len(flood.rejected),
+        "reject_ms": rejects,
+        "connect_ms": _milliseconds(flood.connected),
+        "sent_late_ms": round(1e3 * flood.behind, 1),
+        "recovery_s": round(recovery, 2),
+        "wrong": [*peak.wrong, *flood.wrong][:5],
+        "seen": watch.figures(),
+    }
+    promises = {
+        "nothing but answers and 503 with Retry-After": not figures["wrong"],
+        "always ready": watch.not_ready == 0,
+        f"goodput of {GOODPUT:.0%} of the peak": goodput >= GOODPUT,
+        f"p99 of refusals below {REJECT_MS:.0f} ms": 0 < rejects["p99"] < REJECT_MS,
+        f"answers within {RECOVERY_SECONDS:.0f} s afterwards": recovery < RECOVERY_SECONDS,
+    }
+    return figures | {"not_kept": [promise for promise, kept in promises.items() if not kept]}
 
-        async def user() -> None:
-            while time.monotonic() < begin + seconds:
-                await self._one(rate, begin + seconds)
 
-        await asyncio.gather(*(user() for _ in range(concurrency)))
-        return rate
+async def _load(url: str, vocabulary: int, arguments: Sequence[str | float]) -> Rate:
+    """Run `tests.soak.flood` to its end."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "tests.soak.flood", url, "--vocabulary", str(vocabulary)),
+        *map(str, arguments),
+        stdout=PIPE,
+    )
+    out, _ = await process.communicate()
+    if process.returncode:
+        raise RuntimeError(f"the load generator ended with exit code {process.returncode}")
+    return Rate(**json.loads(out))
 
-    async def flood(self, per_second: float, seconds: float, warm_up: float) -> Rate:
-        """Open loop: Poisson arrivals, whatever becomes of them; counted after a warm-up."""
-        rate, begin = Rate(seconds - warm_up), time.monotonic()
-        moment, tasks = begin, []
-        while moment < begin + seconds:
-            await asyncio.sleep(max(0.0, moment - time.monotonic()))
-            tasks.append(asyncio.create_task(self._one(rate, begin + seconds, begin + warm_up)))
-            moment += self._chance.expovariate(per_second)
-        await asyncio.gather(*tasks)
-        return rate
 
-    async def recovery(self) -> float:
-        """Seconds until a request is answered again."""
-        begin = time.monotonic()
-        while True:
-            rate = Rate(1.0)
-            await self._one(rate, begin + 60)
-            if rate.answered or time.monotonic() > begin + 60:
-                return time.monotonic() - begin
-            await asyncio.sleep(0.1)
-
-    async def _one(self, rate: Rate, until: float, since: float = 0.0) -> None:
-        body: dict[str, Any] = {
-            "prompt": self._chance.choices(range(self._vocabulary), k=PROMPT),
-            "max_tokens": ANSWER,
-            "ignore_eos": True,
-        }
-        begin = time.monotonic()
-        try:
-            answer = await self._client.post("/v1/completions", json=body, timeout=120)
-        except httpx.HTTPError as error:
-            rate.wrong.append(repr(error))
-            return
-        now = time.monotonic()
+async def _recovery(client: httpx.AsyncClient) -> float:
+    """Seconds until a request is answered again; 60 at most."""
+    begin = time.monotonic()
+    body = {"prompt": "The town of", "max_tokens": 4, "ignore_eos": True}
+    while (seconds := time.monotonic() - begin) < 60:
+        answer = await client.post("/v1/completions", json=body, timeout=60)
         if answer.status_code == httpx.codes.OK:
-            full = answer.json()["usage"]["completion_tokens"] == ANSWER
-            rate.answered += full and since <= now <= until
-        elif (
-            answer.status_code == httpx.codes.SERVICE_UNAVAILABLE
-            and "retry-after" in answer.headers
-        ):
-            rate.rejected.append(now - begin)
-        else:
-            rate.wrong.append(f"{answer.status_code}: {answer.text[:200]}")
+            return time.monotonic() - begin
+        await asyncio.sleep(0.1)
+    return seconds
+
+
+def _milliseconds(seconds: Sequence[float]) -> dict[str, float]:
+    values = np.percentile(seconds, (50, 99, 100)) if seconds else np.zeros(3)
+    return {f"p{p}": round(1e3 * value, 1) for p, value in zip((50, 99, 100), values, strict=True)}

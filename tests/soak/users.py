@@ -7,6 +7,7 @@ import json
 import random
 import time
 from collections import Counter
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -144,16 +145,16 @@ class Users:
 
     async def _streamed(self, answer: httpx.Response) -> tuple[list[str], int]:
         ends, chunks, done = [], 0, False
-        async for line in answer.aiter_lines():
-            if line == "data: [DONE]":
+        async for data in _events(answer):
+            if data == b"[DONE]":
                 done = True
-            elif line.startswith("data: "):
-                chunk = json.loads(line.removeprefix("data: "))
-                if "error" in chunk:
-                    self.outcomes.wrong("error in a stream", line)
-                    continue
-                chunks += 1
-                ends += [c["finish_reason"] for c in chunk["choices"] if c["finish_reason"]]
+                continue
+            chunk = json.loads(data)
+            if "error" in chunk:
+                self.outcomes.wrong("error in a stream", data.decode())
+                continue
+            chunks += 1
+            ends += [c["finish_reason"] for c in chunk["choices"] if c["finish_reason"]]
         return (ends if done else []), chunks
 
     async def _leave(self, chance: random.Random) -> None:
@@ -165,7 +166,7 @@ class Users:
                 asyncio.timeout(chance.uniform(0.001, 3.0)),
                 self._client.stream("POST", COMPLETIONS, json=body) as answer,
             ):
-                async for _ in answer.aiter_lines():
+                async for _ in _events(answer):
                     chunks -= 1
                     if chunks < 0:
                         return
@@ -183,6 +184,16 @@ class Users:
             self.outcomes.counts["refused"] += 1
         else:
             self.outcomes.wrong("nonsense not refused", f"{answer.status_code} {answer.text}")
+
+
+async def _events(answer: httpx.Response) -> AsyncIterator[bytes]:
+    """The data of server-sent events, whose lines end at line feeds and nowhere else."""
+    held = b""
+    async for piece in answer.aiter_bytes():
+        *lines, held = (held + piece).split(b"\n")
+        for line in lines:
+            if line.startswith(b"data: "):
+                yield line.removeprefix(b"data: ")
 
 
 async def _whole(answer: httpx.Response) -> tuple[list[str], int]:

@@ -37,6 +37,6 @@ class _VirtualTimeLoop(asyncio.SelectorEventLoop):
 
 
 def run_in_virtual_time(main: Coroutine[Any, Any, Any]) -> Any:
-    """`asyncio.run` with a clock on which computing takes next to no time and sleeping all of it."""
+    """`asyncio.run` with a clock on which computing takes next to no time and sleeping all."""
     with asyncio.Runner(loop_factory=_VirtualTimeLoop) as runner:
         return runner.run(main)

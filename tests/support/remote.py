@@ -19,6 +19,7 @@ from pw.engine.request import RequestOutput, SamplingParams
 from pw.logs import LogSettings
 from pw.serving.process.engine_process import EngineProcess
 from pw.serving.process.remote import RemoteEngine
+from support.patience import PATIENCE
 
 SCRIPT = Path(__file__).parents[1] / "serving" / "step_worker.py"
 FOREVER = SamplingParams()
@@ -43,7 +44,7 @@ def with_engine(
         engine = RemoteEngine(process, ready, stall_timeout=stall_timeout)
         engine.start()
         try:
-            return await asyncio.wait_for(work(engine), 60)
+            return await asyncio.wait_for(work(engine), 2 * PATIENCE)
         finally:
             if alive(engine.pid):
                 os.kill(engine.pid, signal.SIGCONT)
@@ -60,7 +61,7 @@ async def outputs(
     return [output async for output in engine.generate(name, list(prompt), params)]
 
 
-async def until(true: Callable[[], bool], seconds: float = 20.0) -> float:
+async def until(true: Callable[[], bool], seconds: float = PATIENCE) -> float:
     """Wait for something; how long it took in seconds."""
     begin = time.monotonic()
     while not true():

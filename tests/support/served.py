@@ -13,6 +13,8 @@ from typing import Any
 
 import openai
 
+from support.patience import PATIENCE
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -49,7 +51,7 @@ class ServerProcess:
 
     def end(self) -> tuple[int, str, str]:
         """Exit code, and the rest of both outputs."""
-        out, err = self.process.communicate(timeout=30)
+        out, err = self.process.communicate(timeout=PATIENCE)
         return self.process.returncode, out, err
 
     def children(self) -> list[int]:
@@ -76,7 +78,9 @@ class Stream:
     """A completion's stream that is read by a thread; its first chunk has come."""
 
     def __init__(self, url: str, prompt: Any = "1", model: str = "fake", **options: Any) -> None:
-        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60)
+        client = openai.OpenAI(
+            base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=PATIENCE
+        )
         stream = client.completions.create(model=model, prompt=prompt, stream=True, **options)
         self.texts = [next(stream).choices[0].text]
         self.errors: list[Exception] = []
@@ -96,6 +100,6 @@ class Stream:
 
     def join(self) -> Stream:
         """Wait for its end."""
-        self.reader.join(30)
+        self.reader.join(PATIENCE)
         assert not self.reader.is_alive()
         return self

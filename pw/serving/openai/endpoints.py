@@ -26,6 +26,8 @@ from pw.serving.openai.schemas import CompletionRequest, GenerationRequest
 from pw.serving.openai.usage import Usage
 from pw.serving.wire import JsonResponse, JsonRoute
 
+GENERATION_PATHS = frozenset({"/v1/completions", "/v1/chat/completions"})
+
 
 @dataclass(frozen=True)
 class _Job:
