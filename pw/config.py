@@ -76,6 +76,13 @@ class QuantizeConfig:
 
 
 @dataclass(frozen=True)
+class TuneConfig:
+    """For which bytes the codebooks of `pw tune` are fitted."""
+
+    bits: float = 3.0  # the planner has the bytes of uniform widths of so many bits
+
+
+@dataclass(frozen=True)
 class PrecisionPolicy:
     """`adaptive`, `dense`, `static:<bits>`, `static:<file>` or `replay:<trace>`."""
 
@@ -171,6 +178,7 @@ class EngineConfig:
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512  # tokens in one step
     max_num_queued_reqs: int = 256
+    enforce_eager: bool = False  # no CUDA graphs: slower, for debugging
     min_bits: int | None = None  # None: the artifact's
     max_bits: int | None = None
     load_format: str = "auto"  # "auto" | "dummy": random weights in the shape of a config

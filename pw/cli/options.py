@@ -249,6 +249,10 @@ class Runtime:
     max_num_batched_tokens: Annotated[int, _scheduling("Tokens in one step.")] = (
         EngineConfig.max_num_batched_tokens
     )
+    enforce_eager: Annotated[
+        bool,
+        _scheduling("No CUDA graphs for decoding: slower, for debugging.", "--enforce-eager"),
+    ] = EngineConfig.enforce_eager
     tensor_parallel_size: Annotated[
         int,
         _ranks(
@@ -317,6 +321,7 @@ class Runtime:
             max_model_len=_tokens("--max-model-len", self.max_model_len),
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,
+            enforce_eager=self.enforce_eager,
             min_bits=self.min_bits,
             max_bits=self.max_bits,
             offload_cpu_memory=_size(self.offload_cpu_memory),

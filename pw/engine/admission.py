@@ -12,7 +12,7 @@ from pw.config import EngineConfig
 from pw.engine.detokenizer import Decoder, Detokenizer, byte_tokens
 from pw.engine.precision.policies import FixedPrecision
 from pw.engine.request import SamplingParams
-from pw.engine.sampling.draw import make_generator
+from pw.engine.sampling.draw import make_chance
 from pw.engine.sequence import Sequence
 from pw.engine.start.build import Parts
 from pw.errors import ModelError, RequestError
@@ -33,7 +33,6 @@ class Admission:
         self._limit = parts.memory.max_model_len
         self._stated = parts.stated_model_len
         self._vocabulary = parts.skeleton.vocab_size
-        self._device = parts.skeleton.device
         self._parts = parts
         self._limits: dict[int, int] = {}  # by min_bits
         self._max_queued = config.max_num_queued_reqs
@@ -76,7 +75,7 @@ class Admission:
                 params.stop,
                 params.include_stop_str_in_output,
             ),
-            make_generator(params, self._device, self._next_seed()),
+            make_chance(params, self._next_seed()),
         )
 
     def _check_vocabulary(self, tokens: Seq[int], param: str) -> None:

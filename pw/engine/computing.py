@@ -19,6 +19,7 @@ from pw.engine.request import TokenLogprob
 from pw.engine.runner import ModelRunner
 from pw.engine.sampling.sampler import Sampler
 from pw.engine.sequence import Chunk, Sequence
+from pw.engine.transfer import to_host, wait_for
 from pw.errors import EngineLostError
 
 logger = logging.getLogger(__name__)
@@ -99,7 +100,7 @@ class StepComputer:
         for chunk in chunks:
             chunk.sequence.statistics = None  # half taken in
         if self._quality is not None:
-            self._quality.drop_step()
+            self._quality.drop_pass()
         return reason
 
     def _compute(self, chunks: list[Chunk], computed: Computed) -> None:
@@ -113,10 +114,15 @@ class StepComputer:
         ready = [chunk.sequence for chunk in at_end]
         with self._runner.threads_for(chunks):
             logits, scored = self._runner.run(chunks)
-            tokens = self._sampler.choose(ready, logits)
-            logprobs = self._sampler.score(ready, logits, tokens)
+            chosen = self._sampler.choose(ready, logits)
+            scores = self._sampler.score(ready, logits, chosen)
+            tokens = to_host(chosen)
+            if self._quality is not None:
+                self._quality.note_pass(sum(chunk.count for chunk in chunks))
+            wait_for(logits.device)
         computed.chunks += chunks
-        computed.scored |= scored
+        computed.scored |= {chunk: entries() for chunk, entries in scored.items()}
         computed.ready += at_end
-        computed.tokens += tokens
-        computed.logprobs += logprobs
+        computed.tokens += [None if token < 0 else token for token in tokens.tolist()]
+        logprobs = scores()
+        computed.logprobs += [logprobs.get(row) for row in range(len(at_end))]

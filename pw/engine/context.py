@@ -5,13 +5,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from pw.engine.sequence import Chunk
+from pw.engine.transfer import to_device
 from pw.memory.kv_cache import GroupBatch, KvCache
 from pw_kernels.dispatch import paged_attention, write_kv
 
@@ -25,6 +28,18 @@ class PrefillSpan:
     chunk: Chunk
 
 
+class Batch(Protocol):
+    """What the experts function may ask of the batch in hand.
+
+    Attributes:
+        spans: Parts that are prompt.
+        live: [1] int32, tokens that are real; the rows behind them are padding. None: all are.
+    """
+
+    spans: Sequence[PrefillSpan]
+    live: Tensor | None
+
+
 class StepBatch:
     """A packed batch: the tokens of all chunks, one after the other.
 
@@ -33,6 +48,8 @@ class StepBatch:
         positions: [T] int64.
         spans: Parts of the batch that are prompt, for the prompt statistics.
     """
+
+    live: Tensor | None = None
 
     def __init__(self, chunks: list[Chunk], kv: KvCache, device: torch.device) -> None:
         counts = np.fromiter((chunk.count for chunk in chunks), dtype=np.int64)
@@ -43,15 +60,15 @@ class StepBatch:
         lengths = starts + counts
         ids = [token for chunk in chunks for token in chunk.token_ids()]
         rows = np.fromiter((chunk.sequence.kv_row for chunk in chunks), dtype=np.int64)
-        self.input_ids = torch.tensor(ids, dtype=torch.int64, device=device)
-        self.positions = torch.from_numpy(positions).to(device)
-        self._query_start = torch.from_numpy(ends.astype(np.int32)).to(device)
-        self._seq_lens = torch.from_numpy(lengths.astype(np.int32)).to(device)
+        self.input_ids = to_device(np.array(ids, dtype=np.int64), device)
+        self.positions = to_device(positions, device)
+        self._query_start = to_device(ends.astype(np.int32), device)
+        self._seq_lens = to_device(lengths.astype(np.int32), device)
         self._groups: list[GroupBatch] = kv.batch(
             rows, token_sequence, positions, int(lengths.max())
         )
         self._kv = kv
-        self.spans = [
+        self.spans: Sequence[PrefillSpan] = [
             PrefillSpan(int(ends[i]), int(ends[i + 1]), chunk)
             for i, chunk in enumerate(chunks)
             if chunk.is_prompt

@@ -358,6 +358,8 @@ class Engine:
         if token is None:
             self._counters.nonfinite += 1
             place = self._parts.runner.first_not_finite(chunk)
+            if self._parts.quality is not None:
+                self._parts.quality.drop_pass()  # it was no step
             logger.error("request %s: logits are not finite: %s", sequence.request_id, place)
             error = "the model gave logits that are not finite"
             return self._end(sequence, "error", error, "nonfinite")

@@ -1,7 +1,7 @@
 """The experts function of the engine: fused MoE over arena pages, and what it counts on the way.
 
-Routing mass is added into a persistent buffer in the same pass; prompt statistics are collected
-only for the parts of a batch that are prompt, and only when a planner wants them.
+Routing statistics are added into a persistent buffer in the same pass; prompt statistics are
+collected only for the parts of a batch that are prompt, and only when a planner wants them.
 """
 
 from __future__ import annotations
@@ -9,12 +9,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from pw.blocks import ExpertGeometry
-from pw.engine.context import PrefillSpan, StepBatch
+from pw.engine.context import Batch, PrefillSpan
 from pw.engine.precision.statistics import PromptStatistics
+from pw.engine.transfer import to_host
 from pw.memory.arena import Arena
 from pw.memory.page_table import WeightPageTable
 from pw.models.experts import Activation
@@ -29,7 +32,7 @@ Biases = Sequence[tuple[Tensor | None, Tensor | None]]  # by slot: gate_up [E, 2
 class RoutedExperts(Protocol):
     """What the model calls for its routed experts."""
 
-    batch: StepBatch | None
+    batch: Batch | None
 
     def __call__(
         self, slot: int, _module: nn.Module, x: Tensor, ids: Tensor, weights: Tensor
@@ -41,26 +44,18 @@ class RoutingCounter:
     """Router weight that each expert received since `take`, on the device.
 
     Attributes:
-        mass: [L, E] float32.
-        tokens: Tokens counted.
+        sums: [L, 2, E] float32: weights and their squares, added up by the kernels in the pass that
+            routes, and never moved.
     """
 
     def __init__(self, geometry: ExpertGeometry, device: torch.device) -> None:
-        self.mass = torch.zeros(len(geometry.layers), geometry.experts, device=device)
-        self.tokens = 0
+        self.sums = torch.zeros(len(geometry.layers), 2, geometry.experts, device=device)
 
-    def add(self, slot: int, ids: Tensor, weights: Tensor) -> None:
-        """Count the routing of a batch in one layer."""
-        self.mass[slot].index_add_(0, ids.reshape(-1), weights.reshape(-1).float())
-        if slot == 0:
-            self.tokens += ids.shape[0]
-
-    def take(self) -> tuple[Tensor, int]:
-        """Mass [L, E] and tokens since the last call; starts again at zero."""
-        mass, tokens = self.mass.clone(), self.tokens
-        self.mass.zero_()
-        self.tokens = 0
-        return mass, tokens
+    def take(self) -> NDArray[np.float32]:
+        """Weights [L, E] since the last call, there after `transfer.wait_for`; zero again."""
+        mass = to_host(self.sums[:, 0])
+        self.sums.zero_()
+        return mass
 
 
 class PagedExperts:
@@ -75,7 +70,7 @@ class PagedExperts:
         lut_dtype: torch.dtype,
         counter: RoutingCounter | None,
     ) -> None:
-        self.batch: StepBatch | None = None
+        self.batch: Batch | None = None
         self._arena = arena
         self._activations, self._biases = activations, biases
         self._lut_dtype, self._counter = lut_dtype, counter
@@ -88,11 +83,11 @@ class PagedExperts:
         self, slot: int, _module: nn.Module, x: Tensor, ids: Tensor, weights: Tensor
     ) -> Tensor:
         """See `RoutedExperts`."""
-        observer = None
-        if self._counter is not None:
-            self._counter.add(slot, ids, weights)
-        if self.batch is not None and self.batch.spans:
-            observer = self._observe_prompts(slot, x, self.batch.spans)
+        observer = live = None
+        if self.batch is not None:
+            live = self.batch.live
+            if self.batch.spans:
+                observer = self._observe_prompts(slot, x, self.batch.spans)
         gate_up, down = self._pages[slot]
         gate_up_bias, down_bias = self._biases[slot]
         return fused_moe(
@@ -107,10 +102,12 @@ class PagedExperts:
             gate_up_bias=gate_up_bias,
             down_bias=down_bias,
             observer=observer,
+            statistics=None if self._counter is None else self._counter.sums[slot],
+            live=live,
         )
 
     @staticmethod
-    def _observe_prompts(slot: int, x: Tensor, spans: list[PrefillSpan]) -> Observer | None:
+    def _observe_prompts(slot: int, x: Tensor, spans: Sequence[PrefillSpan]) -> Observer | None:
         """Feed the statistics of the prompts in this batch."""
         wanting: list[tuple[int, int, PromptStatistics]] = []
         for span in spans:
@@ -143,7 +140,7 @@ class DenseExperts:
         activations: Sequence[Activation],  # by slot
         biases: Biases,
     ) -> None:
-        self.batch: StepBatch | None = None
+        self.batch: Batch | None = None
         self._weights, self._activations, self._biases = weights, activations, biases
 
     @property

@@ -6,15 +6,17 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from pw.engine.context import StepBatch
 from pw.engine.diagnosis import FiniteWatch
 from pw.engine.experts import RoutedExperts
-from pw.engine.request import TokenLogprob
-from pw.engine.sampling.logprobs import score
+from pw.engine.graphs.decode import DecodeSteps, capture_steps
+from pw.engine.sampling.logprobs import Scored, score
 from pw.engine.sequence import Chunk
+from pw.engine.transfer import to_device
 from pw.memory.budget import SCORED_ROWS
 from pw.memory.kv_cache import KvCache
 from pw.models.skeleton import Skeleton
@@ -38,6 +40,7 @@ class ModelRunner:
 
     Attributes:
         observer: Sees the logits of scored prompt tokens before they are dropped.
+        steps: Decode steps of fixed shape, where there are any.
     """
 
     def __init__(
@@ -47,23 +50,49 @@ class ModelRunner:
         self._skeleton, self._experts, self._kv = skeleton, experts, kv
         self._vocabulary = vocabulary
         self.observer: PromptLogits | None = None
+        self.steps: DecodeSteps | None = None
         weights = skeleton.dense_bytes // skeleton.dtype.itemsize
         on_cpu = skeleton.device.type == "cpu"
         self._one_thread_tokens = _ONE_THREAD_MULTIPLIES // weights if on_cpu else 0
 
     @torch.inference_mode()
-    def run(self, chunks: list[Chunk]) -> tuple[Tensor, dict[Chunk, list[TokenLogprob]]]:
+    def run(self, chunks: list[Chunk]) -> tuple[Tensor, dict[Chunk, Scored]]:
         """Compute one step.
 
+        Where there are `steps` of fixed shape, what decodes goes through them and the rest through
+        a pass of its own.
+
         Returns:
-            Logits [S, V] of the chunks that sample, in order, and for each chunk whose sequence
-            wants them the log-probabilities of the prompt tokens that follow its tokens.
+            Logits [S, V] of the chunks that sample, in order, which the next run may overwrite, and
+            for each chunk whose sequence wants them the log-probabilities of the prompt tokens that
+            follow its tokens.
         """
+        steps = self.steps
+        decoding = [] if steps is None else [chunk for chunk in chunks if steps.takes(chunk)]
+        if steps is None or not decoding:
+            return self._run_packed(chunks)
+        logits = steps.run(decoding, self._experts)
+        if len(decoding) == len(chunks):
+            return logits, {}
+        others = [chunk for chunk in chunks if chunk not in set(decoding)]
+        other_logits, scored = self._run_packed(others)
+        ready = [*decoding, *(chunk for chunk in others if chunk.samples)]
+        place = {chunk: row for row, chunk in enumerate(ready)}
+        order = np.array([place[chunk] for chunk in chunks if chunk.samples])
+        both = torch.cat((logits, other_logits))
+        return both[to_device(order, both.device)], scored
+
+    def capture(self, most: int) -> None:
+        """Let decode steps of up to `most` sequences be replayed from CUDA graphs, if they can."""
+        self.steps = capture_steps(self._skeleton, self._experts, self._kv, most)
+
+    def _run_packed(self, chunks: list[Chunk]) -> tuple[Tensor, dict[Chunk, Scored]]:
+        """`run` as one pass over the tokens of all chunks."""
         device = self._skeleton.device
         batch = StepBatch(chunks, self._kv, device)
         self._experts.batch = batch
         rows, samples, scored = self._rows(chunks)
-        keep = torch.tensor(rows, dtype=torch.int64, device=device)
+        keep = to_device(np.array(rows, dtype=np.int64), device)
         try:
             hidden = self._skeleton.hidden(batch.input_ids, batch.positions, batch, keep)
         finally:
@@ -71,15 +100,16 @@ class ModelRunner:
         prompt_logprobs = {
             chunk: self._score(chunk, first, hidden[span]) for chunk, first, span in scored
         }
-        return self._skeleton.logits(hidden[samples]), prompt_logprobs
+        index = to_device(np.array(samples, dtype=np.int64), device)
+        return self._skeleton.logits(hidden[index]), prompt_logprobs
 
-    def _score(self, chunk: Chunk, first: int, hidden: Tensor) -> list[TokenLogprob]:
+    def _score(self, chunk: Chunk, first: int, hidden: Tensor) -> Scored:
         """Log-probabilities of prompt tokens from `first` on, given hidden [n, H] before them.
 
         Few rows at a time: logits of a whole prompt would take more memory than the model's layers.
         """
         params = chunk.sequence.params
-        scored: list[TokenLogprob] = []
+        scored: list[Scored] = []
         for start in range(0, len(hidden), SCORED_ROWS):
             logits = self._skeleton.logits(hidden[start : start + SCORED_ROWS])
             place = first + start
@@ -87,8 +117,8 @@ class ModelRunner:
                 self.observer(chunk.sequence.request_id, place, logits)
             targets = chunk.sequence.tokens(place, place + len(logits))
             counts = [params.prompt_logprobs or 0] * len(targets)
-            scored += score(logits, targets, counts, self._vocabulary)
-        return scored
+            scored.append(score(logits, targets, counts, self._vocabulary))
+        return lambda: [entry for part in scored for entry in part()]
 
     @torch.inference_mode()
     def first_not_finite(self, chunk: Chunk) -> str:
@@ -97,7 +127,7 @@ class ModelRunner:
         self._skeleton.bind_experts(watch)
         try:
             batch = StepBatch([chunk], self._kv, self._skeleton.device)
-            keep = torch.tensor([chunk.count - 1], device=self._skeleton.device)
+            keep = to_device(np.array([chunk.count - 1]), self._skeleton.device)
             self._skeleton.hidden(batch.input_ids, batch.positions, batch, keep)
         except Exception:
             logger.exception("the place where numbers stop being finite was not found")

@@ -7,12 +7,12 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from pw.engine.detokenizer import Detokenizer
 from pw.engine.precision.statistics import PromptStatistics
 from pw.engine.request import SamplingParams, TokenLogprob
+from pw.engine.sampling.draw import Chance
 from pw.engine.sampling.grammar import GrammarState
 from pw.engine.sampling.token_counts import TokenCounts
 from pw.memory.kv_cache import KvSequence
@@ -28,7 +28,7 @@ class Sequence:
     params: SamplingParams
     max_tokens: int  # tokens to generate at most
     detokenizer: Detokenizer
-    generator: torch.Generator | None
+    chance: Chance | None  # None: the likeliest token
     output: list[int] = field(default_factory=list)
     computed: int = 0  # tokens whose KV is in the cache
     kv: KvSequence | None = None

@@ -29,7 +29,7 @@ _HIDDEN_COPIES = 12  # [T, H] in a decoder layer
 _MODULE_COPIES = 3  # [T, outputs] of a module's linear maps
 _OBSERVED_COPIES = 3  # [T, H] and [T, I] shown to prompt statistics
 _LOGIT_COPIES = 3  # [rows, V]: of the rows that sample, and of prompt tokens that are scored
-_SAMPLING_ROWS = 16  # [V] while one row is sampled
+_SAMPLING_COPIES = 16  # [V] for each row that is sampled at a time
 _PLACE_COPIES = 4  # [layers, T] int64
 _SMALL_THINGS = 1 << 16
 
@@ -121,6 +121,11 @@ def plan_memory(budget: int, demand: Demand) -> MemoryPlan:
     )
 
 
+def sampled_rows(device: torch.device) -> int:
+    """Rows of logits sampled at a time: one on a CPU, as many as pay for the launches on a GPU."""
+    return 16 if device.type == "cuda" else 1
+
+
 def workspace_bytes(
     geometry: ExpertGeometry,
     kv: KvGeometry,
@@ -130,6 +135,7 @@ def workspace_bytes(
     vocabulary: int,
     widest: int,
     itemsize: int,
+    sampled: int = 1,
 ) -> int:
     """Scratch of one step but for what grows with the context; more than was ever measured.
 
@@ -141,6 +147,7 @@ def workspace_bytes(
         vocabulary: Columns of the logits.
         widest: Most outputs of the dense linear maps of one module.
         itemsize: Bytes of an activation.
+        sampled: Sequences sampled at a time; see `sampled_rows`.
     """
     hidden, inner = geometry.gate_up.cols, geometry.down.cols
     attention = max(
@@ -150,7 +157,7 @@ def workspace_bytes(
     fp32 = geometry.top_k * routed + padded_cols(hidden) + _OBSERVED_COPIES * (hidden + inner)
     typed = _HIDDEN_COPIES * hidden + _MODULE_COPIES * (widest + attention)
     places = 8 * (_PLACE_COPIES * len(kv.stored) + 16)  # slots and positions
-    logits = _LOGIT_COPIES * (sequences + min(tokens, SCORED_ROWS)) + _SAMPLING_ROWS
+    logits = _LOGIT_COPIES * (sequences + min(tokens, SCORED_ROWS)) + _SAMPLING_COPIES * sampled
     decoded = geometry.gate_up.weights + geometry.down.weights
     per_token = typed * itemsize + fp32 * 4 + places
     return tokens * per_token + (logits * vocabulary + decoded) * 4 + _SMALL_THINGS

@@ -279,8 +279,8 @@ def test_windows_slide_and_prefixes_of_windowed_layers_are_found(kind: str, tmp_
         plain.step()
         held.append(plain.status().pages_kv)
     kv = plain._parts.kv
-    full = sum(len(s.layers) * s.blocks(219) for s in kv._shapes if s.window is None)
-    sliding = sum(len(s.layers) for s in kv._shapes if s.window is not None)
+    full = sum(len(s.layers) * s.blocks(219) for s in kv.shapes if s.window is None)
+    sliding = sum(len(s.layers) for s in kv.shapes if s.window is not None)
     unit_blocks = max(g.unit_blocks for g in kv._groups if g.shape.window is not None)
     assert max(held[4:]) <= full + sliding * 2 * unit_blocks
 

@@ -11,6 +11,7 @@ import torch
 
 from pw.engine import Engine
 from pw.engine.request import SamplingParams
+from pw.engine.sampling.draw import Chance
 from pw.engine.sampling.sampler import Sampler
 from pw.engine.sequence import Sequence
 from support.engines import VOCABULARY, open_engine, random_prompt, tight_budget
@@ -81,7 +82,7 @@ def test_blocked_tokens_never_come() -> None:
         SamplingParams(min_tokens=1, stop_token_ids=tuple(range(V - 1)), seed=1),
     ]
     ready = [sequence([1], its) for its in params]
-    ready[1].generator = torch.Generator().manual_seed(1)
+    ready[1].chance = Chance(1)
     logits = torch.randn(2, V)
     logits[0, 4] = 9.0
     tokens = Sampler(V, frozenset()).choose(ready, logits)

@@ -56,6 +56,7 @@ class Quality:
         self._model, self._routing, self._counter = model, routing, counter
         self._new_statistics = new_statistics
         self._eta: NDArray[np.float64] | None = None
+        self._passes: list[tuple[NDArray[np.float32], int]] = []  # of the step: mass, tokens
 
     @property
     def experts_never_routed(self) -> int:
@@ -92,17 +93,23 @@ class Quality:
         sequence.eta = eta
         kv.annotate(sequence.kv, PromptEta(eta.astype(np.float32)))
 
+    def note_pass(self, tokens: int) -> None:
+        """Have the routing of a forward pass over so many tokens read with its results."""
+        self._passes.append((self._counter.take(), tokens))
+
     def after_step(self, running: Iterable[Sequence]) -> None:
         """Take in the routing of the step; merge the prompts of the running sequences."""
-        mass, tokens = self._counter.take()
-        self._routing.update(mass.cpu().numpy(), tokens)
+        if self._passes:
+            mass, tokens = zip(*self._passes, strict=True)
+            self._routing.update(np.sum(mass, axis=0), sum(tokens))
+            self._passes.clear()
         live = [seq for seq in running if seq.eta is not None]
         etas = [seq.eta for seq in live if seq.eta is not None]
         self._eta = merge(etas, [seq.remaining + _LIVE for seq in live])
 
-    def drop_step(self) -> None:
-        """Forget what a step that broke has counted."""
-        self._counter.take()
+    def drop_pass(self) -> None:
+        """Forget what a forward pass that broke has counted."""
+        self._counter.sums.zero_()
 
     def state(self, bits: NDArray[np.int64], ceil: NDArray[np.int64]) -> PlannerState:
         """The planner's view of now: committed bits [n] and most bits [n]."""

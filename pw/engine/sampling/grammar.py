@@ -12,11 +12,11 @@ from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from pw.engine.request import Grammar
+from pw.engine.transfer import to_device
 from pw.errors import RequestError
 
 if TYPE_CHECKING:
@@ -195,6 +195,7 @@ def constrain(logits: Tensor, rows: Seq[int], words: NDArray[np.int32]) -> None:
     """Make tokens impossible, in place on logits [S, V]: in `rows[i]` those not in `words[i]`."""
     import xgrammar
 
-    part = logits[list(rows)]
-    xgrammar.apply_token_bitmask_inplace(part, torch.from_numpy(words).to(logits.device))
-    logits[list(rows)] = part
+    index = to_device(np.array(rows), logits.device)
+    part = logits[index]
+    xgrammar.apply_token_bitmask_inplace(part, to_device(words, logits.device))
+    logits.index_copy_(0, index, part)

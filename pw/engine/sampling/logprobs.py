@@ -2,48 +2,62 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
-import torch
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from pw.engine.request import TokenLogprob
+from pw.engine.transfer import to_device, to_host
 from pw.memory.budget import SCORED_ROWS
+
+Scored = Callable[[], list[TokenLogprob]]
+"""Log-probabilities, to be asked for after `transfer.wait_for`."""
 
 
 def score(
-    logits: Tensor, tokens: Sequence[int], counts: Sequence[int], vocabulary: int
-) -> list[TokenLogprob]:
-    """Score one token per row; `SCORED_ROWS` rows are normalised at a time.
+    logits: Tensor, tokens: Sequence[int] | Tensor, counts: Sequence[int], vocabulary: int
+) -> Scored:
+    """Score one token per row, without a wait; `SCORED_ROWS` rows are normalised at a time.
 
     Both numbers of a row are read from the same float32 log-softmax, so that a client may find out
     by equality whether a token is the likeliest.
 
     Args:
         logits: [n, V], as the model gave them, before temperature, penalties and masks.
-        tokens: [n] ids.
+        tokens: [n] ids; below 0: none, and the row's entry means nothing.
         counts: [n] how many alternatives to list; 0 = none.
         vocabulary: Tokens that have a text; V may be padded beyond them.
     """
-    scored: list[TokenLogprob] = []
-    for first in range(0, len(tokens), SCORED_ROWS):
+    if not isinstance(tokens, Tensor):
+        tokens = to_device(np.array(tokens, dtype=np.int64), logits.device)
+    parts = []
+    for first in range(0, len(logits), SCORED_ROWS):
         rows = slice(first, first + SCORED_ROWS)
-        scored += _score(logits[rows], tokens[rows], counts[rows], vocabulary)
-    return scored
+        parts.append(_score(logits[rows], tokens[rows], counts[rows], vocabulary))
+    return lambda: [entry for part in parts for entry in part()]
 
 
-def _score(
-    logits: Tensor, tokens: Sequence[int], counts: Sequence[int], vocabulary: int
-) -> list[TokenLogprob]:
+def _score(logits: Tensor, tokens: Tensor, counts: Sequence[int], vocabulary: int) -> Scored:
     logprobs = logits.float().log_softmax(-1)
-    index = torch.tensor(tokens, device=logits.device)
-    chosen = logprobs.gather(1, index[:, None])[:, 0].tolist()
-    most = min(max(counts), vocabulary)
+    chosen = to_host(logprobs.gather(1, tokens.clamp(min=0)[:, None])[:, 0])
+    ids, most = to_host(tokens), min(max(counts), vocabulary)
     if most == 0:
-        return [TokenLogprob(*pair) for pair in zip(tokens, chosen, strict=True)]
+        return lambda: list(map(TokenLogprob, ids.tolist(), chosen.tolist()))
     top = logprobs[:, :vocabulary].topk(most)
-    ids, values = top.indices.tolist(), top.values.tolist()
+    best = (to_host(top.indices), to_host(top.values))
+    return lambda: _entries(ids, chosen, best, counts)
+
+
+def _entries(
+    ids: NDArray[Any], chosen: NDArray[Any], best: tuple[NDArray[Any], ...], counts: Sequence[int]
+) -> list[TokenLogprob]:
+    tops = zip(*(part.tolist() for part in best), counts, strict=True)
     return [
-        TokenLogprob(token, logprob, tuple(zip(ids[row][:k], values[row][:k], strict=True)))
-        for row, (token, logprob, k) in enumerate(zip(tokens, chosen, counts, strict=True))
+        TokenLogprob(token, logprob, tuple(zip(top[:k], values[:k], strict=True)))
+        for token, logprob, (top, values, k) in zip(
+            ids.tolist(), chosen.tolist(), tops, strict=True
+        )
     ]

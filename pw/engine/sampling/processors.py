@@ -20,6 +20,7 @@ from torch import Tensor
 
 from pw.engine.sampling.token_counts import TokenCounts
 from pw.engine.sequence import Sequence
+from pw.engine.transfer import to_device
 
 
 @dataclass
@@ -44,7 +45,7 @@ class _Places:
         known = tokens < vocabulary
         flat = (np.concatenate(self.rows) * vocabulary + tokens)[known]
         numbers = np.concatenate(self.numbers, axis=1)[:, known]
-        return torch.from_numpy(flat).to(logits.device), torch.from_numpy(numbers).to(logits.device)
+        return to_device(flat, logits.device), to_device(numbers, logits.device)
 
 
 def penalize(logits: Tensor, sequences: Seq[Sequence]) -> None:
@@ -68,7 +69,8 @@ def penalize(logits: Tensor, sequences: Seq[Sequence]) -> None:
         )
     if not places.rows:
         return
-    flat, (count, repetition, frequency, presence) = places.on(logits)
+    flat, numbers = places.on(logits)
+    count, repetition, frequency, presence = numbers.unbind()
     values = logits.view(-1)[flat]
     values = torch.where(values > 0, values / repetition, values * repetition)
     values -= frequency * count
@@ -84,8 +86,8 @@ def bias(logits: Tensor, sequences: Seq[Sequence]) -> None:
             tokens, values = zip(*sequence.params.logit_bias, strict=True)
             places.add(row, np.array(tokens, dtype=np.int64), np.array(values, dtype=np.float32))
     if places.rows:
-        flat, (values,) = places.on(logits)
-        logits.view(-1).index_add_(0, flat, values)
+        flat, numbers = places.on(logits)
+        logits.view(-1).index_add_(0, flat, numbers[0])
 
 
 def block(logits: Tensor, blocked: Seq[Seq[int]]) -> None:
@@ -95,4 +97,4 @@ def block(logits: Tensor, blocked: Seq[Seq[int]]) -> None:
         if tokens:
             places.add(row, np.array(tokens, dtype=np.int64), 0)
     if places.rows:
-        logits.view(-1)[places.on(logits)[0]] = -torch.inf
+        logits.view(-1).index_fill_(0, places.on(logits)[0], -torch.inf)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
 import numpy as np
@@ -15,6 +16,7 @@ from pw.engine.sampling.grammar import constrain
 from pw.engine.sampling.logprobs import score
 from pw.engine.sampling.processors import bias, block, penalize
 from pw.engine.sequence import Sequence
+from pw.engine.transfer import to_device
 
 
 class Sampler:
@@ -28,40 +30,40 @@ class Sampler:
     def __init__(self, vocabulary: int, eos_token_ids: frozenset[int]) -> None:
         self._vocabulary, self._eos = vocabulary, eos_token_ids
 
-    def choose(self, ready: Seq[Sequence], logits: Tensor) -> list[int | None]:
-        """Next token of each sequence, None where its logits are not finite.
+    def choose(self, ready: Seq[Sequence], logits: Tensor) -> Tensor:
+        """Next token of each sequence, without a wait: [S] int64, -1 where logits are not finite.
 
         Args:
             ready: [S] sequences at their ends.
             logits: [S, V] as the model gave them; left as they are.
         """
+        finite = logits.sum(-1, dtype=torch.float32).isfinite()  # NaN and inf survive
         if not ready:
-            return []
-        finite = logits.sum(-1, dtype=torch.float32).isfinite().tolist()  # NaN and inf survive
+            return finite.long()
         tokens = sample(
             self._changed(ready, logits[:, : self._vocabulary]),
             [seq.params for seq in ready],
-            [seq.generator if ok else None for seq, ok in zip(ready, finite, strict=True)],
-        ).tolist()
-        return [token if ok else None for token, ok in zip(tokens, finite, strict=True)]
+            [None if seq.chance is None else seq.chance.at(len(seq.output)) for seq in ready],
+        )
+        return torch.where(finite, tokens, -1)
 
     def score(
-        self, ready: Seq[Sequence], logits: Tensor, tokens: Seq[int | None]
-    ) -> list[TokenLogprob | None]:
-        """Log-probabilities of chosen tokens where they are wanted, from the model's own logits."""
-        rows = [
-            row
-            for row, (sequence, token) in enumerate(zip(ready, tokens, strict=True))
-            if token is not None and sequence.params.logprobs is not None
-        ]
-        scored: list[TokenLogprob | None] = [None] * len(ready)
-        if rows:
-            chosen = [token for row in rows if (token := tokens[row]) is not None]
-            counts = [ready[row].params.logprobs or 0 for row in rows]
-            entries = score(logits[rows], chosen, counts, self._vocabulary)
-            for row, entry in zip(rows, entries, strict=True):
-                scored[row] = entry
-        return scored
+        self, ready: Seq[Sequence], logits: Tensor, tokens: Tensor
+    ) -> Callable[[], dict[int, TokenLogprob]]:
+        """Log-probabilities of chosen tokens [S] by row, where they are wanted.
+
+        They are the model's own, before anything changed its logits. To be asked for after
+        `transfer.wait_for`.
+        """
+        rows = [row for row, seq in enumerate(ready) if seq.params.logprobs is not None]
+        if not rows:
+            return dict
+        counts = [ready[row].params.logprobs or 0 for row in rows]
+        if len(rows) < len(ready):
+            index = to_device(np.array(rows), logits.device)
+            logits, tokens = logits[index], tokens[index]
+        scored = score(logits, tokens, counts, self._vocabulary)
+        return lambda: dict(zip(rows, scored(), strict=True))
 
     def _changed(self, ready: Seq[Sequence], logits: Tensor) -> Tensor:
         """The logits after everything but temperature, in a copy if anything changes them."""

@@ -16,6 +16,7 @@ from pw.engine.precision.quality import Quality, make_quality
 from pw.engine.precision.trace import TraceWriter
 from pw.engine.runner import ModelRunner
 from pw.engine.scheduler import UNQUANTIZED, Scheduler
+from pw.engine.start.demand import decodes_in_graphs
 from pw.engine.start.ground import Ground, device_of, lay_ground
 from pw.engine.start.widths import start_precision
 from pw.errors import ConfigError
@@ -73,7 +74,10 @@ def build_parts(path: Path, config: EngineConfig) -> Parts:
         raise ConfigError(f"the trace would overwrite what it replays: `{config.trace}`")
     device = device_of(config)
     if config.tensor_parallel_size == 1:
-        return _assemble(lay_ground(path, config, device), None)
+        parts = _assemble(lay_ground(path, config, device), None)
+        if decodes_in_graphs(config, device):
+            parts.runner.capture(config.max_num_seqs)
+        return parts
     seat = Seat(0, config.tensor_parallel_size, config.enable_expert_parallel)
     team = Team.start(path, config)
     try:

@@ -15,7 +15,7 @@ from pw.engine.precision.statistics import statistics_bytes
 from pw.engine.start.sources import WeightSource, dtype_of
 from pw.errors import ConfigError
 from pw.memory import arena, mirror
-from pw.memory.budget import Demand, workspace_bytes
+from pw.memory.budget import Demand, sampled_rows, workspace_bytes
 from pw.memory.mover import CHUNK_BYTES
 from pw.models.skeleton import Skeleton
 from pw.planning.bits_file import read_bits
@@ -32,6 +32,11 @@ def budget_of(config: EngineConfig, device: torch.device) -> int:
         pages = "SC_AVPHYS_PAGES" if "SC_AVPHYS_PAGES" in os.sysconf_names else "SC_PHYS_PAGES"
         free = os.sysconf("SC_PAGE_SIZE") * os.sysconf(pages)
     return int(free * config.gpu_memory_utilization)
+
+
+def decodes_in_graphs(config: EngineConfig, device: torch.device) -> bool:
+    """Whether decode steps are to be captured, and memory is to be set aside for them."""
+    return device.type == "cuda" and not config.enforce_eager and config.tensor_parallel_size == 1
 
 
 def demand_of(
@@ -52,15 +57,19 @@ def demand_of(
         raise ConfigError(
             f"max_model_len is {stated} but the model states {skeleton.max_model_len} tokens"
         )
-    workspace = workspace_bytes(
+    of_step = partial(
+        workspace_bytes,
         source.geometry,
         skeleton.kv,
-        tokens=config.max_num_batched_tokens,
         sequences=config.max_num_seqs,
         vocabulary=skeleton.vocab_size,
         widest=_widest(skeleton.model),
         itemsize=skeleton.dtype.itemsize,
+        sampled=sampled_rows(skeleton.device),
     )
+    workspace = of_step(tokens=config.max_num_batched_tokens)
+    if decodes_in_graphs(config, skeleton.device):  # they keep what their steps take
+        workspace += of_step(tokens=config.max_num_seqs) + mirror.STAGING_BYTES
     if config.policy.kind in ("adaptive", "replay"):
         each = statistics_bytes(config.planner.residual, source.geometry)
         workspace += each * min(config.max_num_seqs, config.max_num_batched_tokens)
@@ -90,18 +99,24 @@ def _attention_scratch(
 ) -> int:
     """Bytes of scratch that attention over a context takes in the layer that takes most."""
     shapes = {(layer.kv_heads, layer.k_dim, layer.v_dim) for layer in skeleton.kv.layers}
-    return max(
-        attention_scratch_bytes(
-            skeleton.device,
-            dtype,
-            heads=int(skeleton.model.config.num_attention_heads) // config.tensor_parallel_size,
-            kv_heads=kv_heads,
-            key_size=key_size,
-            value_size=value_size,
-            tokens=config.max_num_batched_tokens,
-            context=context,
+    steps = [config.max_num_batched_tokens]
+    if decodes_in_graphs(config, skeleton.device):
+        steps.append(config.max_num_seqs)
+    return sum(
+        max(
+            attention_scratch_bytes(
+                skeleton.device,
+                dtype,
+                heads=int(skeleton.model.config.num_attention_heads) // config.tensor_parallel_size,
+                kv_heads=kv_heads,
+                key_size=key_size,
+                value_size=value_size,
+                tokens=tokens,
+                context=context,
+            )
+            for kv_heads, key_size, value_size in shapes
         )
-        for kv_heads, key_size, value_size in shapes
+        for tokens in steps
     )
 
 

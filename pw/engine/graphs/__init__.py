@@ -1,0 +1,1 @@
+"""Decode steps of fixed shape, so that a GPU can replay them from a captured graph."""
