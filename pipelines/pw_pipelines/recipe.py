@@ -11,13 +11,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pw.config import CalibrationConfig, QuantizeConfig
+from pw.config import CalibrationConfig, QuantizeConfig, TuneConfig
 from pw.errors import ConfigError
-from pw_pipelines import quantize, residuals, sensitivity, trace
+from pw_pipelines import quantize, residuals, sensitivity, trace, tune
 from pw_pipelines.progress import Progress
 from pw_pipelines.residuals import ResidualConfig
 
-_TABLES = ("quantize", "calibration", "residuals", "evaluation")
+_TABLES = ("quantize", "calibration", "tune", "residuals", "evaluation")
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,7 @@ class Recipe:
     output: Path
     quantize: QuantizeConfig
     residuals: ResidualConfig
+    tune: TuneConfig | None = None  # None: not tuned
     evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)
 
 
@@ -56,6 +57,7 @@ def load_recipe(path: str | Path) -> Recipe:
         raise ConfigError(f"cannot read recipe: `{path}`: {error.strerror}") from error
     except ValueError as error:
         raise ConfigError(f"recipe is not TOML: `{path}`: {error}") from error
+    tuned = "tune" in data
     tables = {name: data.pop(name, {}) for name in _TABLES}
     model, output = data.pop("model", None), data.pop("output", None)
     if data or not isinstance(model, str) or not isinstance(output, str):
@@ -75,6 +77,7 @@ def load_recipe(path: str | Path) -> Recipe:
         Path(output),
         _settings(QuantizeConfig, tables["quantize"], "quantize", calibration=calibration),
         _settings(ResidualConfig, tables["residuals"], "residuals"),
+        _settings(TuneConfig, tables["tune"], "tune") if tuned else None,
         _settings(EvaluationSettings, tables["evaluation"], "evaluation"),
     )
 
@@ -84,14 +87,21 @@ def run(
 ) -> None:
     """Run all stages of a recipe; what is done already is not done again.
 
+    A recipe with `[tune]` leaves the artifact that it tunes beside the output, `<name>.untuned.pw`.
+
     Raises:
         PwError: See its subclasses; run again to go on.
     """
     common: dict[str, Any] = {"overwrite": overwrite, "device": device}
     text, out, model = recipe.quantize.calibration, recipe.output, recipe.model
-    quantize.run(model, out, recipe.quantize, progress, recipe=recipe.path, **common)
-    sensitivity.run(out, text, progress, model=model, **common)
-    trace.run(out, text, progress, model=model, **common)
+    first = out if recipe.tune is None else out.with_name(f"{out.stem}.untuned.pw")
+    quantize.run(model, first, recipe.quantize, progress, recipe=recipe.path, **common)
+    sensitivity.run(first, text, progress, model=model, **common)
+    if recipe.tune is None:
+        trace.run(out, text, progress, model=model, **common)
+    else:
+        how = {"model": model, "recipe": recipe.path, **common}
+        tune.run(first, out, recipe.tune, progress, **how)
     residuals.run(out, progress, recipe.residuals, overwrite=overwrite)
 
 

@@ -16,7 +16,7 @@ from pw.cli.bench import bench_app
 from pw.cli.command import UsageError, add_command, print_error
 from pw.cli.evaluation import evaluate
 from pw.cli.inspection import env, inspect
-from pw.cli.offline import calibrate, export, fit_residuals, quantize, sensitivity, trace
+from pw.cli.offline import calibrate, export, fit_residuals, quantize, sensitivity, trace, tune
 from pw.cli.recipes import run
 from pw.cli.runtime import generate, serve
 from pw.cli.top import top
@@ -32,7 +32,7 @@ app = typer.Typer(
     rich_markup_mode="rich",
 )
 for _panel, _functions in {
-    "Make an artifact": (calibrate, quantize, sensitivity, trace, fit_residuals, run),
+    "Make an artifact": (calibrate, quantize, sensitivity, trace, tune, fit_residuals, run),
     "Run a model": (serve, generate),
     "Measure": (evaluate,),
     "Look": (top, inspect, export, env),

@@ -87,6 +87,7 @@ def _print_description(described: dict[str, Any]) -> None:
         ("widths", f"{described['min_bits']} to {described['max_bits']} bits"),
         ("coverage", _coverage_line(described["coverage"])),
         ("stages", ", ".join(described["stages"])),
+        *_tuned_line(described["stages"]),
     ):
         console.print(f"{label:<10}{value}", markup=False)
     console.print()
@@ -98,6 +99,16 @@ def _coverage_line(coverage: dict[str, Any] | None) -> str:
     if coverage is None:
         return "not measured"
     return ", ".join(f"{kind['experts']} {name}" for name, kind in coverage.items())
+
+
+def _tuned_line(stages: dict[str, Any]) -> list[tuple[str, str]]:
+    """For which widths the codebooks were fitted; nothing where all count alike."""
+    focus = stages["quantize"]["settings"].get("focus")
+    if not isinstance(focus, dict) or not isinstance(focus.get("widths"), dict):
+        return []
+    digits = "".join(map(str, focus["widths"].values()))
+    blocks = ", ".join(f"{digits.count(digit)} at {digit}" for digit in sorted(set(digits)))
+    return [("tuned", f"for the bytes of {focus.get('bits')} bits; blocks: {blocks} bits")]
 
 
 def _sizes_table(sizes: dict[str, int]) -> Table:

@@ -61,6 +61,7 @@ def test_a_recipe_runs_all_stages_once(tmp_path: Path, monkeypatch: pytest.Monke
         ('model = "tiny"\noutput = "a.pw"\nbits = 3', "may have the tables"),
         ('model = "tiny"\noutput = "a.pw"\n[quantize]\nbits = 3', "`quantize` is not valid"),
         ('model = "tiny"\noutput = "a.pw"\n[evaluation]\ntask = 1', "`evaluation` is not valid"),
+        ('model = "tiny"\noutput = "a.pw"\n[tune]\nwidth = 3', "`tune` is not valid"),
         ('model = "tiny"\noutput = "a.pw"\n[quantize]\nmin_bits = 4', "min_bits must be 2 or 3"),
     ],
 )
@@ -69,16 +70,18 @@ def test_a_bad_recipe_is_refused(tmp_path: Path, text: str, message: str) -> Non
         load_recipe(write(tmp_path, text))
 
 
-def test_the_kept_recipe_gives_the_same_bytes(tmp_path: Path) -> None:
+@pytest.mark.parametrize("tuning", ["", "[tune]\nbits = 2.5\n"])
+def test_the_kept_recipe_gives_the_same_bytes(tmp_path: Path, tuning: str) -> None:
     random_checkpoint(tmp_path / "model", "mixtral")
     write_text(tmp_path / "text.txt")
     path = write(
         tmp_path,
         f'model = "{tmp_path / "model"}"\noutput = "{tmp_path / "out.pw"}"\n'
-        "[quantize]\nmax_bits = 3\n"
+        f"[quantize]\nmax_bits = 3\n{tuning}"
         f'[calibration]\ndataset = "{tmp_path / "text.txt"}"\nnsamples = 40\nseqlen = 32\n',
     )
     recipe.run(load_recipe(path), QUIET)
+    assert (tmp_path / "out.untuned.pw").exists() == bool(tuning)
     kept = tmp_path / "out.pw" / "recipe.toml"
     assert kept.read_bytes() == path.read_bytes()
     assert verify(Artifact.open(tmp_path / "out.pw")) == []

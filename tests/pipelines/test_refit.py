@@ -123,3 +123,55 @@ def test_degenerate_blocks_stay_finite_and_exact_where_they_were(special: str) -
 
 def test_a_zero_hessian_counts_as_plain_squared_error() -> None:
     assert torch.equal(damped(torch.zeros(2, 3, 3)), 1.01 * torch.eye(3).expand(2, 3, 3))
+
+
+def test_the_width_in_focus_gains_most_and_its_neighbour_is_kept() -> None:
+    weights, hessians = correlated(1, 40, 64)
+    weights, hessians = weights.expand(2, -1, -1), hessians.expand(2, -1, -1)
+    book = start(weights, hessians)
+    alike = refit(book, weights, hessians)
+    fitted = refit(book, weights, hessians, focus=torch.tensor([2, 5]))
+    gain = {b: fitted.after[b] / alike.after[b] for b in WIDTHS}
+    assert gain[2][0] < 0.7 < gain[2][1]
+    assert gain[5][1] < 1.0 < gain[5][0]
+    assert gain[3][0] < 1.3
+    alone = refit(
+        start(weights[:1], hessians[:1]), weights[:1], hessians[:1], focus=torch.tensor([2])
+    )
+    torch.testing.assert_close(alone.after[2][0], fitted.after[2][0], rtol=1e-2, atol=0)
+
+
+def test_importance_falls_with_the_distance_from_the_focus() -> None:
+    found = module.focused([2, 3, 4, 5], torch.tensor([2, 4]))
+    assert found.tolist() == [
+        pytest.approx([1.0, 0.3, 0.03, 0.03]),
+        pytest.approx([0.03, 0.3, 1.0, 0.3]),
+    ]
+
+
+def tf32(values: Tensor) -> Tensor:
+    """Rounded to 10 bits of mantissa, as a GPU's tensor cores round what they multiply."""
+    bits = values.contiguous().view(torch.int32)
+    return ((bits + 0x1000) & ~0x1FFF).view(torch.float32)
+
+
+def test_errors_fall_as_far_with_the_rounding_of_tensor_cores(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    weights, hessians = correlated(2, 60, 96)
+    book = start(weights, hessians)
+    exact = refit(book, weights, hessians).book
+
+    def rounded(self: module._Fit, values: Tensor) -> Tensor:
+        blocks, _, cols = self.weights.shape
+        product = torch.bmm(tf32(values.view(blocks, -1, cols)), tf32(self.hessians))
+        return product.view(values.shape)
+
+    assert 0 < (tf32(hessians) - hessians).abs().max() <= 2**-11 * hessians.abs().max()
+    monkeypatch.setattr(module._Fit, "times_hessian", rounded)
+    coarse = refit(book, weights, hessians).book
+    for bits in WIDTHS:
+        before, good, bad = (errors(b, weights, hessians, bits) for b in (book, exact, coarse))
+        assert ((bad - good).abs() < 0.05 * before).all(), bits
+        assert (bad < 0.6 * before).all(), bits
+    assert torch.backends.cuda.matmul.allow_tf32 is False
