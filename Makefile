@@ -88,8 +88,13 @@ run: $(STAMP)  ## Make and score an artifact: make run RECIPE=... [MODEL=folder]
 # Q: where the artifacts of `quality` and its scores are kept; DATA: a folder with calibration.jsonl
 # and heldout.jsonl (lines with `source` and `text`), lm/ and skills/.
 Q        ?= artifacts/quality
-TEXT      = --dataset $(DATA)/calibration.jsonl --nsamples 128 --seqlen 1024
-STUDIES  ?= codebooks equal-bytes bf16-equal transitions shift memory ablation
+# A short run: make quality ... SAMPLES="--nsamples 40 --seqlen 256" WINDOWS=2 OTHER_WINDOWS=1
+SAMPLES  ?= --nsamples 128 --seqlen 1024
+PROSE    ?= --nsamples 96 --seqlen 512
+WINDOWS  ?= 32
+OTHER_WINDOWS ?= 12
+TEXT      = --dataset $(DATA)/calibration.jsonl $(SAMPLES)
+STUDIES  ?= codebooks equal-bytes bf16-equal pages transitions shift memory ablation
 quality: $(STAMP)  ## Tables of docs/quality.md: make quality MODEL=folder DATA=folder
 	@test -n "$(MODEL)" -a -n "$(DATA)" || { echo "usage: make quality MODEL=... DATA=..." >&2; exit 2; }
 	mkdir -p $(Q)
@@ -97,12 +102,13 @@ quality: $(STAMP)  ## Tables of docs/quality.md: make quality MODEL=folder DATA=
 	$(BIN)/pw calibrate $(MODEL) -o $(Q)/own.pw $(TEXT)
 	$(BIN)/pw fit-residuals $(Q)/own.pw
 	$(BIN)/pw calibrate $(MODEL) -o $(Q)/apl.pw $(TEXT) --codebook kmeans
-	$(BIN)/pw calibrate $(MODEL) -o $(Q)/prose.pw --dataset $(Q)/prose.jsonl --nsamples 96 --seqlen 512
+	$(BIN)/pw calibrate $(MODEL) -o $(Q)/prose.pw --dataset $(Q)/prose.jsonl $(PROSE)
 	$(BIN)/pw fit-residuals $(Q)/prose.pw
 	$(BIN)/python -m pw.evaluation.lab run $(STUDIES) --artifact $(Q)/own.pw --apl $(Q)/apl.pw \
 		--narrow $(Q)/prose.pw --checkpoint $(MODEL) --calibration $(DATA)/calibration.jsonl \
 		--heldout $(DATA)/heldout.jsonl --without 0 --other $(DATA)/lm/wikitext2_raw_test.txt \
-		--tasks $(DATA)/skills --memory $(Q)/memory --out $(Q)/results
+		--tasks $(DATA)/skills --windows $(WINDOWS) --other-windows $(OTHER_WINDOWS) \
+		--memory $(Q)/memory --out $(Q)/results
 
 sizes: $(STAMP)  ## Lines per file, largest first, with the median
 	@git ls-files '*.py' | xargs wc -l | grep -v ' total$$' | sort -rn | awk \

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pw.evaluation.lab import online
 from pw.evaluation.lab.__main__ import main
 from pw.evaluation.lab.studies import (
     STUDIES,
@@ -75,11 +76,12 @@ def rows(found: dict[str, Any]) -> list[dict[str, Any]]:
 
 @pytest.fixture(autouse=True)
 def few_budgets(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One budget, and shares that a model of such short rows can meet."""
+    """One budget, few windows, and shares that a model of such short rows can meet."""
+    monkeypatch.setattr(online, "WINDOWS", 1)
     for module in (ablation, codebooks, equal_bytes):
         monkeypatch.setattr(module, "BUDGETS", (BUDGET,))
-    monkeypatch.setattr(bf16_equal, "TARGET", 0.1)
-    monkeypatch.setattr(pages, "SHARE", 0.9)
+    monkeypatch.setattr(bf16_equal, "TARGET", -3.0)
+    monkeypatch.setattr(pages, "SHARE", 4.0)
 
 
 @pytest.mark.parametrize("study", ["codebooks", "bf16-equal", "pages"])

@@ -1,10 +1,10 @@
 """Memory that changes while requests run: adaptive widths, uniform steps, fixed widths, dense.
 
 Two bursts of requests with a trickle between. The arena holds the load's KV at its peak beside
-weights of 2.4 bits; unquantized weights leave room for a part of it. All policies get the same
-arena and the same load. Quality is teacher-forced on the realised timeline: the held-out windows,
-in order, get the widths of equal parts of the tokens made. A prefill counts as one step, however
-long, which is kind to policies that preempt.
+weights of few bits (three arenas, three widths); unquantized weights leave room for a part of it.
+All policies get the same arena and the same load. Quality is teacher-forced on the realised
+timeline: the held-out windows, in order, get the widths of equal parts of the tokens made. A
+prefill counts as one step, however long, which is kind to policies that preempt.
 """
 
 from __future__ import annotations
@@ -33,30 +33,42 @@ from pw.memory.budget import layouts_of
 from pw.memory.kv_layout import token_bytes
 
 _RUNNING = 8  # requests at a time
-_PEAK_BITS = 2.4  # mean bits for which the arena has room at the peak of the load
+PEAK_BITS = (2.4, 3.0, 3.5)  # mean bits for which the arena has room at the peak of the load
 _KV_OF_DENSE = 1.6  # KV of so many longest contexts, in units of the unquantized experts
 _AHEAD = 32  # steps whose KV pages count as needed
 ADAPTIVE, STEPS = "adaptive (PagedWeight)", "uniform steps"
 
 
 def run(room: Room) -> dict[str, Any]:
-    """Serve the load with every policy; score the timelines."""
-    place = _Place(room)
+    """Serve the load with every policy in every arena; score the timelines."""
+    rows, arenas = [], []
+    for peak in PEAK_BITS:
+        place = _Place(room, peak)
+        rows += [{"peak_bits": peak} | row for row in _rows(room, place)]
+        arenas.append({"peak_bits": peak, "pages": place.pages, "page_bytes": place.page_bytes})
+    return {"rows": rows, "arenas": arenas}
+
+
+def _rows(room: Room, place: _Place) -> list[Row]:
+    """Every policy in one arena."""
     outcomes: dict[str, tuple[Outcome, Weights]] = {}
     for name, weights in place.policies():
         arena = Arena(place.pages, place.kv_pages, weights, _RUNNING, _AHEAD)
         outcomes[name] = arena.serve(place.load), weights
-    rows, lab = [], room.heldout
-    steps = lab.score(outcomes[STEPS][0].allocations(len(lab.lab.windows)))
+    lab, parts, rows = room.heldout, len(room.heldout.lab.windows), []
+    steps, adaptive = (
+        lab.score(outcomes[name][0].allocations(parts)) for name in (STEPS, ADAPTIVE)
+    )
     for name, (outcome, weights) in outcomes.items():
-        timeline = outcome.allocations(len(lab.lab.windows))
+        timeline = outcome.allocations(parts)
         scores = lab.score(timeline)
         row: Row = {
             "policy": name,
             "nll": interval(scores.nll, lab.dense.nll),
             "nll_over_steps": interval(scores.nll, steps.nll),
+            "nll_over_adaptive": interval(scores.nll, adaptive.nll),
             "kl": interval(scores.kl),
-            "kl_over_steps": interval(scores.kl, steps.kl),
+            "kl_over_adaptive": interval(scores.kl, adaptive.kl),
             **_work(outcome),
         }
         if timeline[0][0] != UNQUANTIZED:
@@ -70,7 +82,7 @@ def run(room: Room) -> dict[str, Any]:
                 "flaps": weights.flaps,
             }
         rows.append(row)
-    return {"rows": rows, "pages": place.pages, "page_bytes": place.page_bytes}
+    return rows
 
 
 def load(longest: int) -> list[Request]:
@@ -88,8 +100,8 @@ def load(longest: int) -> list[Request]:
 class _Place:
     """The load, and the arena that all policies get."""
 
-    def __init__(self, room: Room) -> None:
-        self._room, model = room, room.model
+    def __init__(self, room: Room, peak_bits: float) -> None:
+        self._room, self._peak_bits, model = room, peak_bits, room.model
         kv, dtype, widths = model.checkpoint.kv, model.checkpoint.weight_dtype, model.widths
         layouts = layouts_of(model.geometry, kv, dtype, (widths[0], widths[-1]))
         self.page_bytes = layouts[0].page_bytes
@@ -102,7 +114,7 @@ class _Place:
         self.load = load(longest)
         nothing = FixedWeights(model.unquantized(), 0)
         most = Arena(1 << 30, self.kv_pages, nothing, _RUNNING, _AHEAD).serve(self.load).most_kv
-        room_at_peak = np.interp(_PEAK_BITS, np.array(widths), self.totals) + most
+        room_at_peak = np.interp(self._peak_bits, np.array(widths), self.totals) + most
         self.pages = int(room_at_peak / (1 - PlannerConfig().low_watermark))
 
     def kv_pages(self, tokens: int) -> int:
@@ -126,7 +138,7 @@ class _Place:
             used = total_bytes(self.costs, model.widths, bits)
             return FixedWeights(bits, used // self.page_bytes)
 
-        peak = int(np.interp(_PEAK_BITS, np.array(model.widths), self.costs.sum(0)))
+        peak = int(np.interp(self._peak_bits, np.array(model.widths), self.costs.sum(0)))
         dense = -(-self._room.dense_bytes // self.page_bytes)
         return [
             (ADAPTIVE, moving(config)),
@@ -152,16 +164,17 @@ def _work(outcome: Outcome) -> Row:
 def tables(result: dict[str, Any]) -> str:
     """Markdown."""
     head = (
-        "policy", "mean bits (least)", "NLL over BF16 [95 %]", "NLL over uniform steps [95 %]",
-        "KL", "steps a request", "preempted", "recomputed tokens", "MB copied", "reductions",
+        "bits at the peak", "policy", "mean bits (least)", "NLL over BF16 [95 %]", "KL",
+        "KL over adaptive [95 %]", "NLL over adaptive [95 %]", "steps a request", "preempted",
+        "recomputed tokens", "MB copied", "reductions",
     )  # fmt: skip
     rows = [
         (
-            row["policy"],
+            f"{row['peak_bits']:g}", row["policy"],
             f"{row['mean_bits']:.2f} ({row['least_bits']:.2f})" if "mean_bits" in row else "16",
-            show(row["nll"]), show(row["nll_over_steps"]), f"{row['kl']['mean']:.4f}",
-            row["mean_delay_steps"], row["preemptions"], row["recomputed_tokens"],
-            row.get("moved_mb", "-"), row.get("reductions", "-"),
+            show(row["nll"]), f"{row['kl']['mean']:.4f}", show(row["kl_over_adaptive"]),
+            show(row["nll_over_adaptive"]), row["mean_delay_steps"], row["preemptions"],
+            row["recomputed_tokens"], row.get("moved_mb", "-"), row.get("reductions", "-"),
         )
         for row in result["rows"]
     ]  # fmt: skip

@@ -31,6 +31,8 @@ def run(room: Room) -> dict[str, Any]:
         if page < token:
             continue
         costs = _costs(room, page)
+        if costs[:, 0].sum() > budget:
+            continue
         row: dict[str, Any] = {"page_bytes": page, "chosen": page == chosen}
         row["kv_tokens_a_page"] = page // token
         row["widths"] = [_width(room, costs, page, width) for width in _WIDTHS]
