@@ -122,7 +122,9 @@ class PlannerConfig:
 
     planner: str = "hull"  # "hull" | "greedy" (the paper's)
     metric: str = "output_gradient"  # "output_gradient" | "hessian"
-    residual: str = "auto"  # "learned" | "exact" | "off" | "auto": learned where heads are fitted
+    # "off" | "learned" | "exact" | "auto": learned where heads are fitted. Beside routing it wins
+    # nothing that could be measured (docs/quality.md).
+    residual: str = "off"
     routing_window: int = 4096  # tokens after which a count has decayed to 1/e
     routing_prior: int = 256  # tokens' worth of offline trace that online counts are shrunk toward
     routing_rule: str = "proportional"  # damage to mass; or "buckets" (the paper's)

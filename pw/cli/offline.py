@@ -111,7 +111,7 @@ def calibrate(
         print_json(reports)
     else:
         _print_quantized(reports["quantize"])
-        print(f"next: `pw serve {path}`; plans are better after `pw fit-residuals {path}`")
+        print(f"next: `pw serve {path}`")
 
 
 def fetch(model: str, wanted: bool, ranks: Ranks | None = None) -> None:

@@ -132,7 +132,7 @@ class Planner:
         "output-gradient"
     )
     residual: Annotated[
-        str, _planner("learned, exact, off, or auto: learned once `pw fit-residuals` has run.")
+        str, _planner("off, exact, learned, or auto: learned once `pw fit-residuals` has run.")
     ] = PlannerConfig.residual
     hot_expert_floor: Annotated[
         int | None, _planner("Least bits of a hot expert (default: one above the floor).")

@@ -56,12 +56,13 @@ def test_without_residual_heads_it_runs_and_says_so_unless_they_are_asked_for(
     flags = ("--dataset", str(made.text), "--nsamples", "8", "--seqlen", "16", "--max-bits", "4")
     assert run("calibrate", str(made.checkpoint), "-o", str(bare), *flags, "-q").code == 0
     ask = ("generate", str(bare), "a page", *SMALL, "--max-tokens", "2", "--ignore-eos")
-    done = run(*ask)
+    done = run(*ask, "--residual", "auto")
     assert done.code == 0, done.err
     assert done.err.count("WARNING") == 1
     assert f"`pw fit-residuals {bare}`" in done.err
-    assert "WARNING" not in run(*ask, "--residual", "off").err
-    assert "WARNING" not in run(*ask, "--precision-policy", "static:3").err
+    assert "WARNING" not in run(*ask).err
+    static = run(*ask, "--residual", "auto", "--precision-policy", "static:3")
+    assert "WARNING" not in static.err
     refused = run(*ask, "--residual", "learned")
     assert refused.code == 3
     assert "artifact has no table `residuals`" in refused.err
