@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pw_kernels import reference
+from pw_kernels import dense, reference
 from pw_kernels.pages import WeightPages
 from pw_kernels.reference import Activation, Observer
 
@@ -106,6 +106,34 @@ def fused_moe(
         down_bias=down_bias,
         **extra,
     )
+
+
+def dense_moe(
+    x: Tensor,
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    *,
+    activation: Activation,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    live: Tensor | None = None,
+) -> Tensor:
+    """Run the unquantized experts of one layer; arguments as in `dense.dense_moe`.
+
+    Rows of x from live[0] on ([1] int32, on the device) are padding: their result means nothing.
+    """
+    fast = _module("cuda_dense") if x.device.type == "cuda" else None
+    if fast is not None and fast.fits(x, gate_up, down, activation):
+        return fast.dense_moe(  # type: ignore[no-any-return]
+            x, topk_ids, topk_weights, gate_up, down, activation=activation,
+            gate_up_bias=gate_up_bias, down_bias=down_bias, live=live,
+        )  # fmt: skip
+    return dense.dense_moe(
+        x, topk_ids, topk_weights, gate_up, down, activation=activation,
+        gate_up_bias=gate_up_bias, down_bias=down_bias,
+    )  # fmt: skip
 
 
 def paged_attention(

@@ -21,8 +21,7 @@ from pw.engine.transfer import to_host
 from pw.memory.arena import Arena
 from pw.memory.page_table import WeightPageTable
 from pw.models.experts import Activation
-from pw_kernels.dense import dense_moe
-from pw_kernels.dispatch import fused_moe
+from pw_kernels.dispatch import dense_moe, fused_moe
 from pw_kernels.pages import WeightPages
 from pw_kernels.reference import Observer
 
@@ -163,4 +162,5 @@ class DenseExperts:
             activation=self._activations[slot],
             gate_up_bias=gate_up_bias,
             down_bias=down_bias,
+            live=None if self.batch is None else self.batch.live,
         )

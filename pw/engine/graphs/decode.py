@@ -10,7 +10,7 @@ from __future__ import annotations
 import bisect
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -113,15 +113,22 @@ class DecodeSteps:
 
 
 def capture_steps(
-    skeleton: Skeleton, experts: RoutedExperts, kv: KvCache, most: int
+    skeleton: Skeleton,
+    experts: RoutedExperts,
+    kv: KvCache,
+    most: int,
+    new_capture: Callable[[torch.device], MakeGraph] = Capture,
 ) -> DecodeSteps | None:
     """Capture the decode steps of a model on a GPU; None, and a warning, where it cannot be."""
     started = time.monotonic()
     try:
-        steps = DecodeSteps(skeleton, experts, kv, most, Capture(skeleton.device))
+        steps = DecodeSteps(skeleton, experts, kv, most, new_capture(skeleton.device))
     except Exception as error:  # whatever a model does that a graph cannot hold
-        logger.warning("decode runs without CUDA graphs: %s: %s", type(error).__name__, error)
-        torch.cuda.synchronize()
+        logger.warning(
+            "decode runs without CUDA graphs, slower: %s: %s", type(error).__name__, error
+        )
+        if skeleton.device.type == "cuda":
+            torch.cuda.synchronize(skeleton.device)  # a device that is lost says so here
         return None
     logger.info(
         "captured decode graphs for batches of %s in %.1f s",

@@ -23,12 +23,13 @@ class DeviceTables:
     Args:
         kv: The cache.
         device: Where the step runs.
+        apart: Keep a copy on a CPU too, as on a GPU.
     """
 
-    def __init__(self, kv: KvCache, device: torch.device) -> None:
+    def __init__(self, kv: KvCache, device: torch.device, *, apart: bool = False) -> None:
         self._kv = kv
         sizes = [table.size for table in kv.block_tables]
-        self._mirror = Mirror(sum(sizes), device)
+        self._mirror = Mirror(sum(sizes), device, apart=apart)
         self._starts = np.concatenate(([0], np.cumsum(sizes)))
         parts = torch.split(self._mirror.device, sizes)
         self._tables = [
