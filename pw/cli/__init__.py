@@ -80,10 +80,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     sys.exit(code)
 
 
-_SEVERAL_GPUS = (
-    *("--tensor-parallel-size", "--pipeline-parallel-size", "--data-parallel-size"),
-    "--enable-expert-parallel",
-)
+# Flags of other servers that a command here does not have, and what to do.
+_ONE_GPU = "one GPU only, several are not supported: leave it out"
+_ELSEWHERE = {
+    "--tensor-parallel-size": "of `pw serve` alone: leave it out",
+    "--pipeline-parallel-size": _ONE_GPU,
+    "--data-parallel-size": "start several servers behind a balancer: docs/operations.md",
+    "--enable-expert-parallel": "of `pw serve` alone: leave it out",
+    "--trust-remote-code": "code of a model is never run here: leave it out",
+    "--model": "MODEL comes first and without a flag",
+}
 
 
 def _as_usage(error: Exception) -> PwError:
@@ -95,8 +101,8 @@ def _as_usage(error: Exception) -> PwError:
     nearest = [name for name in known or () if name != "--help"]
     message = str(error.message if known else error.format_message())  # type: ignore[attr-defined]
     message, _, suggestion = message.partition(" Did you mean ")
-    if option and option.replace("_", "-") in _SEVERAL_GPUS:
-        hint = "one GPU only, several are not supported: leave it out"
+    if option and (elsewhere := _ELSEWHERE.get(option.replace("_", "-"))):
+        hint = elsewhere
     elif nearest:
         hint = "did you mean " + " or ".join(f"`{option}`" for option in sorted(nearest)) + "?"
     elif suggestion:

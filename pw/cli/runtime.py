@@ -14,6 +14,7 @@ from pw.cli.command import print_json
 from pw.cli.locate import model_folder
 from pw.cli.openai_options import OpenAI
 from pw.cli.options import Common, Planner, Runtime, Sampling
+from pw.cli.precheck import check_artifact
 from pw.cli.server_options import Server
 from pw.errors import ModelError, PwError
 
@@ -106,6 +107,7 @@ def serve(
     logs.configure(logs.current().level, server.log_format)
     endpoint = None if server.dry_run else _endpoint(server)
     path = model_folder(model, runtime, quiet=common.quiet)
+    check_artifact(path)
     api.check(path)
 
     from pw.engine.process.wire import Load
@@ -166,6 +168,7 @@ def _serve(
         path,
         ServingLimits(
             max_open_sequences=config.max_num_seqs + config.max_num_queued_reqs,
+            max_queued_tokens=server.max_num_queued_tokens,
             request_timeout=server.request_timeout,
         ),
         model_names=tuple(server.served_model_name or _names(path, ready.info.model_name)),

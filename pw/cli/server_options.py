@@ -7,6 +7,9 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated
 
+import typer
+
+from pw.cli.config_file import read_config
 from pw.cli.options import option
 from pw.config import EngineConfig
 from pw.errors import ConfigError
@@ -38,6 +41,10 @@ class Server:
     max_num_queued_reqs: Annotated[int, _server("Sequences that may wait; more get a 503.")] = (
         EngineConfig.max_num_queued_reqs
     )
+    max_num_queued_tokens: Annotated[
+        int | None,
+        _server("Prompt tokens that may wait; a request beyond them gets a 503 (default: any)."),
+    ] = None
     request_timeout: Annotated[
         float | None, _server("Seconds that a request may take in all (default: no limit).")
     ] = None
@@ -51,6 +58,16 @@ class Server:
         float, _server("Seconds that running requests get after the first signal.")
     ] = 30.0
     log_format: Annotated[str, _server("text, or json: one object a line.")] = "text"
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Settings in YAML, named as the flags; flags and PW_... go before.",
+            rich_help_panel="Server",
+            callback=read_config,
+            is_eager=True,
+        ),
+    ] = None
     dry_run: Annotated[bool, _server("Load, print the memory plan, leave.", "--dry-run")] = False
 
     def check(self) -> None:
@@ -64,6 +81,10 @@ class Server:
             if seconds is not None and not seconds > 0:
                 flag = name.replace("_", "-")
                 raise ConfigError(f"--{flag} must be positive: {seconds}")
+        if self.max_num_queued_tokens is not None and self.max_num_queued_tokens < 1:
+            raise ConfigError(
+                f"--max-num-queued-tokens must be positive: {self.max_num_queued_tokens}"
+            )
         if self.log_format not in ("text", "json"):
             raise ConfigError(f"--log-format must be text or json: `{self.log_format}`")
         if not self.stall_timeout >= 1:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 _TIMEOUT_SECONDS = 5.0
 _SAMPLES = 60  # seconds of the small curves
+_WIDE = 130  # characters in which all figures fit beside each other
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 _CLASSES = {  # class of bytes -> (what it is called, its colour)
     "dense": ("dense weights", "grey62"),
@@ -120,7 +121,7 @@ def render(view: View, width: int) -> RenderableType:
     from rich.console import Group
     from rich.text import Text
 
-    parts: list[RenderableType] = [_head(view), Text(), _figures(view), Text()]
+    parts: list[RenderableType] = [_head(view), Text(), *_figures(view, width), Text()]
     parts += [*_memory(view.status["bytes"], width), Text()]
     if view.status["layer_bits"]:
         parts += [_layers(view.status["layer_bits"], width), Text()]
@@ -142,8 +143,8 @@ def _head(view: View) -> Text:
     )  # fmt: skip
 
 
-def _figures(view: View) -> Table:
-    """Six numbers, three of them with the curve of the last minute."""
+def _figures(view: View, width: int) -> Iterator[Table]:
+    """Six numbers, three of them with the curve of the last minute; in two blocks where narrow."""
     from rich.table import Table
 
     status, samples = view.status, view.samples
@@ -151,33 +152,31 @@ def _figures(view: View) -> Table:
     generated = [sample["generation_tokens_per_second"] for sample in samples]
     prompts = [sample["prompt_tokens_per_second"] for sample in samples]
     bits = [sample["mean_bits"] for sample in samples]
-    table = Table.grid(padding=(0, 3, 0, 0))
-    table.add_row(
-        "mean bits",
-        f"{status['mean_bits']:.2f}",
-        curve(bits, 8),
-        "running",
-        f"{status['running']:,}",
-        f"{status['waiting']:,} waiting",
-    )
-    table.add_row(
-        "generating",
-        f"{_last(generated):,.0f} tokens/s",
-        curve(generated),
-        "KV cache",
-        f"{status['pages_kv'] / room if room else 0:.0%}",
-        f"of {format_bytes(room * status['page_bytes'])} room",
-    )
-    table.add_row(
-        "reading prompts",
-        f"{_last(prompts):,.0f} tokens/s",
-        curve(prompts),
-        "finished",
-        f"{status['finished']:,}",
-        f"{status['failed']:,} failed, {status['preemptions']:,} preempted, "
-        f"{status['bytes_over_budget']:,} bytes over budget",
-    )
-    return table  # fmt: skip
+    left = [
+        ("mean bits", f"{status['mean_bits']:.2f}", curve(bits, 8)),
+        ("generating", f"{_last(generated):,.0f} tokens/s", curve(generated)),
+        ("reading prompts", f"{_last(prompts):,.0f} tokens/s", curve(prompts)),
+    ]
+    right = [
+        ("running", f"{status['running']:,}", f"{status['waiting']:,} waiting"),
+        (
+            "KV cache",
+            f"{status['pages_kv'] / room if room else 0:.0%}",
+            f"of {format_bytes(room * status['page_bytes'])} room",
+        ),
+        (
+            "finished",
+            f"{status['finished']:,}",
+            f"{status['failed']:,} failed, {status['preemptions']:,} preempted, "
+            f"{status['bytes_over_budget']:,} bytes over budget",
+        ),
+    ]
+    beside = [[(*one, *other) for one, other in zip(left, right, strict=True)]]
+    for block in beside if width >= _WIDE else (left, right):
+        table = Table.grid(padding=(0, 3, 0, 0))
+        for row in block:
+            table.add_row(*row)
+        yield table
 
 
 def _memory(held: dict[str, int], width: int) -> Iterator[Text]:
@@ -219,11 +218,14 @@ def _requests(requests: list[dict[str, Any]]) -> RenderableType:
 
     if not requests:
         return Text("no requests now", "dim")
-    table = Table("request", "state", "prompt", "made", "first token", "age", "bits", box=None)
+    table = Table("request", box=None)
+    for name in ("state", "prompt", "made", "first token", "age", "bits"):
+        table.add_column(name, no_wrap=True)
     for request in requests[:12]:
         first = request["ttft_seconds"]
         table.add_row(
-            Text(request["id"]), request["state"], f"{request['prompt_tokens']:,}",
+            Text(request["id"], no_wrap=True, overflow="ellipsis"),
+            request["state"], f"{request['prompt_tokens']:,}",
             f"{request['generated_tokens']:,}", "-" if first is None else f"{first:.2f} s",
             f"{request['age_seconds']:.1f} s", f"{request['bits']:.2f}",
         )  # fmt: skip

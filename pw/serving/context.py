@@ -118,6 +118,28 @@ class ServingContext:
                 hint=f"use `{self.model_name}`",
             )
 
+    def check_queue(self, tokens: int) -> None:
+        """Refuse prompts for which there is no room behind those that wait.
+
+        A request that finds nobody waiting is taken, however long it is.
+
+        Args:
+            tokens: Of all prompts of the request, each choice's counted.
+
+        Raises:
+            RequestError: 503.
+        """
+        bound = self.limits.max_queued_tokens
+        if bound is None:
+            return
+        waiting = sum(generation.waiting_tokens for generation in self.generations)
+        if waiting and waiting + tokens > bound:
+            raise RequestError(
+                f"queue is full: {waiting} of {bound} prompt tokens wait",
+                code="server_overloaded",
+                status=503,
+            )
+
     def check_healthy(self) -> None:
         """Refuse at once what an engine that has stopped would never answer.
 

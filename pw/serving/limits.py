@@ -20,6 +20,7 @@ class ServingLimits:
     max_n: int = 16  # choices per prompt
     max_sequences: int = 256  # n x prompts of one request
     max_open_sequences: int = 320  # running and queued, all requests; max-num-seqs + queue
+    max_queued_tokens: int | None = None  # of prompts without a first token, all requests
     max_body_bytes: int = 8 << 20
     max_messages: int = 4096  # messages of one conversation
     max_tools: int = 128  # of one request

@@ -70,7 +70,8 @@ class HttpMetrics:
         try:
             await self._app(scope, receive, watched)
         finally:
-            handler = getattr(scope.get("route"), "path", scope.get("pw.handler", "unknown"))
+            told: str = scope.get("pw.handler", "unknown")
+            handler: str = getattr(scope.get("route"), "path", told)
             method = scope["method"] if scope["method"] in _KNOWN_METHODS else "unknown"
             self._metrics.http(handler, method, status, time.monotonic() - start)
 

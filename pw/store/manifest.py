@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from pw import FORMAT_VERSION
 from pw.blocks import ExpertGeometry, Module
 from pw_kernels.bitplane import LAYOUT
 
-FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
 LUT_DTYPES = ("bfloat16", "float16")
 

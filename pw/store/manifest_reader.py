@@ -13,11 +13,11 @@ from typing import Any
 
 import numpy as np
 
+from pw import FORMAT_VERSION
 from pw.blocks import MODULES, BlockShape, ExpertGeometry
 from pw.errors import StoreError
 from pw.store.files import read_bounded
 from pw.store.manifest import (
-    FORMAT_VERSION,
     LUT_DTYPES,
     BlocksKey,
     BlockSums,

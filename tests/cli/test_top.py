@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import socket
+from typing import Any
 
 import httpx
 import pytest
@@ -14,7 +15,7 @@ from pw.cli import main
 from pw.cli.top import View, curve, render
 from pw.config import format_bytes
 from pw.serving.context import ServingConfig
-from tests.serving.conftest import serving
+from tests.serving.conftest import Served, serving
 from tests.serving.show_dashboard import MovingEngine
 
 
@@ -74,6 +75,39 @@ def test_requests_are_listed() -> None:
         list(stream)
     line = next(line for line in show(view, 140).splitlines() if first.id in line)
     assert re.search(r"running +2 +\d+ +\d\.\d\d s +\d+\.\d s +5\.50", line)
+
+
+@pytest.mark.parametrize("width", [80, 130, 200])
+def test_no_line_is_broken_at_any_width(width: int) -> None:
+    engine = MovingEngine(24, 60)
+    engine.second = 30.0
+    with serving(engine) as served, httpx.Client(base_url=served.url) as client:
+        stream = served.openai.chat.completions.create(
+            model="fake",
+            messages=[{"role": "user", "content": str(MovingEngine.HOLD)}],
+            stream=True,
+        )
+        next(stream)
+        view = View(served.url)
+        view.samples = [sample_of(served)] * 60
+        view.look(client)
+        stream.close()
+    lines = show(view, width).splitlines()
+    assert max(map(len, lines)) <= width
+    for piece in (
+        r"mean bits +\d\.\d\d ",
+        r"generating +[\d,]+ tokens/s ",
+        r"reading prompts +[\d,]+ tokens/s ",
+        r"finished +90 +0 failed, 0 preempted, 0 bytes over budget",
+        r"chatcmpl-[0-9a-f]{8,}.* running +1 ",
+    ):
+        assert sum(bool(re.search(piece, line)) for line in lines) == 1, piece
+
+
+def sample_of(served: Served) -> dict[str, Any]:
+    """A second at full load, as the timeline tells it."""
+    sample: dict[str, Any] = served.http.get("/v1/pw/timeline").json()["samples"][-1]
+    return sample | {"generation_tokens_per_second": 99999.0, "number": -1}
 
 
 def test_a_server_that_goes_away_leaves_the_last_picture() -> None:

@@ -228,6 +228,32 @@ def test_full_queue_is_a_503_with_retry_after(start):
         assert served.metrics()[rejected % "invalid_value"] == 1
 
 
+def test_prompt_tokens_that_wait_are_bounded(start):
+    limits = ServingLimits(max_queued_tokens=10)
+    with start(config=ServingConfig(("fake",), limits=limits)) as served:
+
+        def ask(tokens, n=1):
+            body = {"prompt": [1] * tokens, "n": n, "max_tokens": 1}
+            return served.http.post("/v1/completions", json=body)
+
+        assert ask(50).is_success  # nobody waits
+        with abandoned(served.url, "/v1/completions", {"prompt": [MUTE] + [1] * 3}):
+            wait_for(lambda: served.engine.running == 1)
+            assert ask(6).is_success
+            for refused in (ask(7), ask(4, n=2)):
+                assert refused.status_code == 503
+                assert refused.headers["retry-after"] == "1"
+                error = refused.json()["error"]
+                assert error["code"] == "server_overloaded"
+                assert error["message"] == "queue is full: 4 of 10 prompt tokens wait"
+        wait_for(lambda: served.context.gate.open_sequences == 0)
+        with abandoned(served.url, "/v1/completions", {"prompt": [HOLD] + [1] * 9, "n": 2}):
+            wait_for(lambda: served.engine.tokens >= 6)  # they have begun: they wait no more
+            wait_for(lambda: ask(10).is_success)
+        wait_for(lambda: served.context.gate.open_sequences == 0)
+        assert ask(10).is_success
+
+
 @pytest.mark.parametrize("why", ["full", "draining"])
 def test_who_cannot_be_admitted_is_turned_away_unread(start, why):
     """Nothing is spent on it: the answer comes before the body, whatever that is."""

@@ -113,26 +113,40 @@ async def read_status(client: httpx.AsyncClient) -> dict[str, Any]:
     return status
 
 
-async def rest(client: httpx.AsyncClient, processes: Processes, seconds: float = 60.0) -> Rest:
-    """Wait until nothing has run or moved for five seconds, then look.
+async def rest(client: httpx.AsyncClient, processes: Processes, seconds: float = 120.0) -> Rest:
+    """Wait until nothing has run or moved for five seconds, ask for an answer, then look.
+
+    An answer while planes were still moving would say nothing about those of equal widths: it is
+    asked for again.
 
     Raises:
         TimeoutError: It does not come to rest.
     """
     deadline = time.monotonic() + seconds
-    last, calm = -1.0, 0
-    while calm < 5:
+    while True:
+        before = await _calm(client, deadline)
+        answer = await client.post(
+            "/v1/completions", json={"prompt": "The town of", "max_tokens": 24, "temperature": 0}
+        )
+        answer.raise_for_status()
+        after = await _calm(client, deadline)
+        if all(before[name] == after[name] for name in ("transitions", "mean_bits")):
+            text = str(answer.json()["choices"][0]["text"])
+            return Rest(after, processes.rss(), text)
+
+
+async def _calm(client: httpx.AsyncClient, deadline: float) -> dict[str, Any]:
+    """The status when it has been the same for five seconds, with nothing to do."""
+    last: tuple[float, int] | None = None
+    calm = 0
+    while True:
         status = await read_status(client)
-        quiet = not (status["open_sequences"] or status["running"] or status["moves_in_flight"])
-        quiet = quiet and status["pages_kv"] == 0 and status["mean_bits"] == last
-        calm, last = calm + 1 if quiet else 0, status["mean_bits"]
+        busy = status["open_sequences"] or status["running"] or status["moves_in_flight"]
+        seen = (status["mean_bits"], status["transitions"])
+        calm = 0 if busy or status["pages_kv"] or seen != last else calm + 1
+        last = seen
+        if calm >= 5:
+            return status
         if time.monotonic() > deadline:
-            raise TimeoutError(f"not at rest after {seconds:.0f} s: {status}")
+            raise TimeoutError(f"not at rest: {status}")
         await asyncio.sleep(1.0)
-    answer = await client.post(
-        "/v1/completions", json={"prompt": "The town of", "max_tokens": 24, "temperature": 0}
-    )
-    answer.raise_for_status()
-    text = str(answer.json()["choices"][0]["text"])
-    await asyncio.sleep(1.0)
-    return Rest(await read_status(client), processes.rss(), text)

@@ -113,6 +113,7 @@ async def _respond(
         resources.enter_context(context.gate.admit(body.n * job.prompts))
         prompts = await while_connected(request.receive, _prepare(context, body, job, deadline))
         check_context(prompts, job.params, context.engine.status().max_model_len)
+        context.check_queue(body.n * sum(len(prompt.token_ids) for prompt in prompts))
         await context.log_prompts(request_id, prompts, job.params)
         sequences = choices_of(prompts, job.params, body.n)
         generation = await resources.enter_async_context(

@@ -178,6 +178,11 @@ class Generation:
             if timer.finish_reason is None:
                 self._engine.abort(sequence_id)
 
+    @property
+    def waiting_tokens(self) -> int:
+        """Prompt tokens of its sequences that have no token yet."""
+        return sum(timer.prompt_tokens for timer in self._timers if timer.waits)
+
     def describe(self) -> dict[str, Any]:
         """Its state for people who watch: counts and times, no text."""
         first = self._timers[0]

@@ -143,6 +143,11 @@ class SequenceTimer:
         self.least_bits = 0
 
     @property
+    def waits(self) -> bool:
+        """Whether its first token is yet to come."""
+        return self.first_token_seconds is None and self.finish_reason is None
+
+    @property
     def seconds(self) -> float:
         """From arrival to the last output."""
         return self._last - self._start

@@ -13,7 +13,7 @@ INTERVAL_SECONDS = 1.0
 KEPT = 900  # samples
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Planned:
     """Plans of one trigger between two samples."""
 
@@ -22,7 +22,7 @@ class Planned:
     pages: int  # given up or asked back
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Sample:
     """The engine at one moment, and what it did since the sample before."""
 

@@ -1,8 +1,8 @@
 """Grammars are tried in a process of their own before the engine sees them; see `grammar_worker`.
 
 A grammar that does not compile, or not in the time and memory it gets, is the request's error. The
-process starts in the background beside the server, as the compiler brings torch, which takes
-seconds to load; a grammar that comes earlier waits for it.
+compiler brings torch, seconds of start and hundreds of megabytes: its process starts with the first
+grammar, which waits for it, and ends when none has come for some minutes.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ CACHE_BYTES = 1 << 20  # of verdicts
 MAX_WAITING = 32
 START_SECONDS = 120.0
 ANSWER_SECONDS = 60.0  # for a grammar and all that wait before it
+IDLE_SECONDS = 600.0  # without a new grammar; then the process ends until the next one
 _ENTRY_BYTES = 256  # of a cached verdict, beside its text
 
 
@@ -73,31 +74,18 @@ class GrammarChecker:
         self._folder = folder
         self._verdicts = Verdicts()
         self._trials: dict[bytes, asyncio.Task[str]] = {}
-        self._answers: dict[int, asyncio.Future[str]] = {}  # by the id of the job
+        self._answers: dict[int, asyncio.Future[str]] = {}  # of the process, by the id of the job
         self._jobs = 0
         self._process: Process | None = None
         self._starting = asyncio.Lock()
-        self._reader: asyncio.Task[None] | None = None
-        self._warming: asyncio.Task[None] | None = None
+        self._readers: set[asyncio.Task[None]] = set()
+        self._idle: asyncio.TimerHandle | None = None
         self._closed = False
 
     @property
     def offered(self) -> bool:
         """Whether grammars can be followed here at all."""
         return self._folder is not None and importlib.util.find_spec("xgrammar") is not None
-
-    def start(self) -> None:
-        """Start the process in the background. Called in the event loop, which does not wait."""
-        if self.offered:
-            self._warming = asyncio.create_task(self._warm())
-
-    async def _warm(self) -> None:
-        try:
-            async with asyncio.timeout(START_SECONDS):
-                await self._running()
-        except (RequestError, TimeoutError):  # the first grammar tries again, and is told
-            if not self._closed:
-                logger.warning("the grammar compiler does not start")
 
     async def check(self, grammar: Grammar, param: str) -> None:
         """Return if the engine can take the grammar.
@@ -126,15 +114,15 @@ class GrammarChecker:
     async def close(self) -> None:
         """End the process, and with it all trials."""
         self._closed = True
+        if self._idle is not None:
+            self._idle.cancel()
         process, self._process = self._process, None
         if process is not None:
             if process.returncode is None:
                 process.kill()
             await process.wait()
-        if self._reader is not None:
-            await self._reader
-        waiting = [*self._trials.values(), *([self._warming] if self._warming else [])]
-        await asyncio.gather(*waiting, return_exceptions=True)
+        await asyncio.gather(*self._readers)
+        await asyncio.gather(*self._trials.values(), return_exceptions=True)
 
     def _trial(self, key: bytes, grammar: Grammar) -> asyncio.Task[str]:
         """The trial of a grammar, one for all who ask; it goes on when they leave."""
@@ -161,8 +149,26 @@ class GrammarChecker:
             raise _unavailable("has ended") from None
         finally:
             del self._trials[key]
+            self._rest_later()
         self._verdicts.add(key, error)
         return error
+
+    def _rest_later(self) -> None:
+        """End the process after a while in which nothing is tried."""
+        if self._idle is not None:
+            self._idle.cancel()
+        if self._closed:
+            return
+        self._idle = asyncio.get_running_loop().call_later(IDLE_SECONDS, self._rest)
+
+    def _rest(self) -> None:
+        """Let the process end by itself, which it does when nothing more can come."""
+        if self._trials or self._process is None or self._process.returncode is not None:
+            return
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process = None
+        logger.info("the grammar compiler rests: no new grammar for %.0f s", IDLE_SECONDS)
 
     async def _ask(self, grammar: Grammar) -> str:
         process = await self._running()
@@ -206,14 +212,18 @@ class GrammarChecker:
         if not await process.stdout.readline():
             await process.wait()
             raise _unavailable("does not start")
-        self._reader = asyncio.create_task(self._read(process))
+        self._answers = {}
+        reader = asyncio.create_task(self._read(process, self._answers))
+        self._readers.add(reader)
+        reader.add_done_callback(self._readers.discard)
 
-    async def _read(self, process: Process) -> None:
+    @staticmethod
+    async def _read(process: Process, answers: dict[int, asyncio.Future[str]]) -> None:
         """Hand out verdicts until the process ends; then nobody waits any more."""
         assert process.stdout is not None
         while line := await process.stdout.readline():
             verdict = orjson.loads(line)
-            answer = self._answers.pop(verdict["id"])
+            answer = answers.pop(verdict["id"])
             if answer.done():  # it came too late
                 continue
             if verdict["bug"]:
@@ -222,8 +232,8 @@ class GrammarChecker:
             else:
                 answer.set_result(verdict["error"])
         await process.wait()
-        while self._answers:
-            _, answer = self._answers.popitem()
+        while answers:
+            _, answer = answers.popitem()
             if not answer.done():
                 answer.set_exception(_unavailable("has ended"))
 

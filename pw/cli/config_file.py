@@ -1,0 +1,61 @@
+"""`--config FILE`: settings of a command in YAML, under the names of its flags."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from pathlib import Path
+from typing import Any
+
+import typer
+
+
+def read_config(context: typer.Context, file: Path | None) -> Path | None:
+    """Make a file's values the defaults of the command; flags and `PW_...` variables go before.
+
+    Keys are spelled as the flags, with hyphens or underscores, other names of a flag included, or
+    `model`. A list is a flag that is given several times, a mapping a flag that takes JSON.
+
+    Args:
+        context: Of the command; its `default_map` is set.
+        file: What follows `--config`, if anything does.
+
+    Raises:
+        typer.BadParameter: The file cannot be read, or a key is none of the command's flags.
+    """
+    if file is None:
+        return None
+    import yaml
+
+    try:
+        found = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        reason = " ".join(str(error).split())
+        raise typer.BadParameter(f"cannot read `{file}`: {reason}") from error
+    if not isinstance(found, dict | None):
+        raise typer.BadParameter(f"`{file}` must map flags to values")
+    names = {
+        spelling.lstrip("-").replace("-", "_"): str(parameter.name)
+        for parameter in context.command.params
+        for spelling in (*parameter.opts, str(parameter.name))
+    }
+    context.default_map = {
+        _name(str(key), names, file): _value(value)
+        for key, value in (found or {}).items()
+        if value is not None
+    }
+    return file
+
+
+def _name(key: str, names: dict[str, str], file: Path) -> str:
+    """The parameter that a key means."""
+    known = names.get(key.replace("-", "_"))
+    if known is not None and known not in ("config", "help"):
+        return known
+    near = difflib.get_close_matches(key.replace("-", "_"), names, n=1)
+    hint = f" Did you mean '{near[0].replace('_', '-')}'?" if near else ""
+    raise typer.BadParameter(f"no such setting in `{file}`: {key}.{hint}")
+
+
+def _value(value: Any) -> Any:
+    return json.dumps(value) if isinstance(value, dict) else value
