@@ -50,6 +50,8 @@ class ReplicaArgs(BaseModel):
     max_num_seqs: Count = EngineConfig.max_num_seqs
     max_num_batched_tokens: Count = EngineConfig.max_num_batched_tokens
     max_num_queued_reqs: Count = EngineConfig.max_num_queued_reqs  # of all, in the ingress
+    tensor_parallel_size: Count = EngineConfig.tensor_parallel_size
+    enable_expert_parallel: bool = EngineConfig.enable_expert_parallel
     checkpoint: Path | None = None
     seed: int | None = None
 
@@ -76,7 +78,7 @@ class ReplicaArgs(BaseModel):
     health_check_period: Seconds = 2.0
     ingress_replicas: Count = 1
     num_cpus: Annotated[float, Field(ge=0)] = 1.0  # of a replica; threads of the engine on a CPU
-    num_gpus: Annotated[float, Field(ge=0)] | None = None  # None: 1, or 0 with device cpu
+    num_gpus: Annotated[float, Field(ge=0)] | None = None  # None: one a rank, 0 with device cpu
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -113,7 +115,7 @@ class ReplicaArgs(BaseModel):
         """GPUs of a replica."""
         if self.num_gpus is not None:
             return self.num_gpus
-        return 0.0 if self.device == "cpu" else 1.0
+        return 0.0 if self.device == "cpu" else float(self.tensor_parallel_size)
 
     def engine_config(self) -> EngineConfig:
         """Settings of a replica's engine.
@@ -132,6 +134,7 @@ class ReplicaArgs(BaseModel):
                     *("kv_cache_dtype", "enable_prefix_caching", "prefix_cache_precision"),
                     *("max_model_len", "max_num_seqs", "max_num_batched_tokens"),
                     *("max_num_queued_reqs", "checkpoint", "seed"),
+                    *("tensor_parallel_size", "enable_expert_parallel"),
                 }
             ),
         )
