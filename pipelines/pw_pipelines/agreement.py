@@ -7,7 +7,7 @@ of the loss: over so few tokens the latter is mostly noise, and cannot even keep
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -54,7 +54,7 @@ def measure_agreement(
     with progress.stage("agreement", model.layers, "layers") as advance:
         changes = {key: partial(blocks.weight, key, bits) for key in keys}
         reference, changed = model.branches(text, changes, advance)
-        measured = [_divergence(model, text, reference, changed[key]) for key in keys]
+        measured = _divergences(model, text, reference, [changed[key] for key in keys])
     places = [(geometry.slot(k.layer), k.expert, MODULES.index(k.module)) for k in keys]
     chosen = {name: np.array([values[p][0] for p in places]) for name, values in scores.items()}
     return Agreement(
@@ -81,9 +81,14 @@ def spearman(a: NDArray[np.float64], b: NDArray[np.float64]) -> float:
     return float(np.corrcoef(first, second)[0, 1])
 
 
-def _divergence(model: ObservedModel, text: Tensor, reference: Tensor, other: Tensor) -> float:
-    """`divergence` between two outputs of the last layer [B, S, H], a part at a time."""
-    total = 0.0
-    for expected, got in zip(model.logits(text, reference), model.logits(text, other), strict=True):
-        total += divergence(expected.log_softmax(-1), got) * expected.shape[1]
-    return total / text.shape[1]
+def _divergences(
+    model: ObservedModel, text: Tensor, reference: Tensor, others: Sequence[Tensor]
+) -> list[float]:
+    """`divergence` of outputs of the last layer [B, S, H] from one of them, a part at a time."""
+    totals = [0.0] * len(others)
+    parts = [model.logits(text, states) for states in others]
+    for logits in model.logits(text, reference):
+        expected = logits.log_softmax(-1)
+        for index, part in enumerate(parts):
+            totals[index] += divergence(expected, next(part)) * expected.shape[1]
+    return [total / text.shape[1] for total in totals]

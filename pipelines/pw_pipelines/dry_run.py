@@ -5,6 +5,7 @@ Reads no weight. Whatever can be known to fail later fails here, with the error 
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 from collections.abc import Iterable
@@ -16,7 +17,7 @@ import torch
 import pw
 from pw.blocks import MODULES, ExpertGeometry, Module
 from pw.config import WIDTHS, QuantizeConfig
-from pw.errors import StoreError
+from pw.errors import ConfigError, StoreError
 from pw.models.checkpoint import Checkpoint
 from pw.models.resolve import resolve_model
 from pw.models.tokenizer import load_tokenizer
@@ -29,6 +30,7 @@ from pw_pipelines.activations import MEMORY_BYTES
 from pw_pipelines.calibration import CalibrationSet, calibration_set
 from pw_pipelines.codebook import fit_codebook
 from pw_pipelines.quantize import auto_max_bits, quantize_settings, uniform_bytes
+from pw_pipelines.ranks import usable_device
 from pw_pipelines.rates import seconds_per_operation, timed
 from pw_pipelines.refit import refit, refit_bytes
 
@@ -100,13 +102,11 @@ def run(
     geometry, itemsize = checkpoint.geometry, checkpoint.weight_dtype.itemsize
     max_bits = config.max_bits or auto_max_bits(geometry, config.min_bits, itemsize)
     widths = [b for b in WIDTHS if config.min_bits <= b <= max_bits]
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
     _check_output(out, checkpoint, samples, config, max_bits, overwrite)
-    needs = _Needs(checkpoint, samples, widths, config.codebook, torch.device(device))
-    free = shutil.disk_usage(existing_parent(out)).free
-    if free < needs.disk_bytes():
-        raise disk_full(out, needs.disk_bytes())
+    needs = _Needs(
+        checkpoint, samples, widths, config.codebook, torch.device(usable_device(device))
+    )
+    free = _check_room(out, needs)
     dtype = str(checkpoint.weight_dtype).removeprefix("torch.")
     return DryRunReport(
         model=model,
@@ -165,16 +165,24 @@ class _Needs:
         geometry, wide = self._geometry, self._run_itemsize / self._itemsize
         experts = geometry.weights // len(geometry.layers)
         layer_dense = self._in_layers() // self._layers * wide
-        outer = (self._dense - self._in_layers()) * wide
+        outer = (self._dense - self._in_layers() - self._head_bytes()) * wide
         reading = outer + layer_dense + experts * self._itemsize + min(self._states, MEMORY_BYTES)
         largest = max(geometry.gate_up.weights, geometry.down.weights) * geometry.experts
-        fitting = 3 * largest * self._widths[-1] / 8 + (1 << 28)  # parts, whole, on their way out
+        rows = max(geometry.gate_up.rows, geometry.down.rows) * geometry.experts
+        tables = sum(2 << bits for bits in self._widths) * rows  # twice: padded on their way out
+        fitting = largest * self._widths[-1] / 8 + 2 * tables + (1 << 29)
         reading += fitting  # a layer is fitted while it is in memory
         if self._joint:
             squares = geometry.gate_up.cols**2 + geometry.down.cols**2
             reading += 4 * geometry.experts * squares
-            reading += refit_bytes(largest, len(self._widths), self._device.type)
+            reading += refit_bytes(largest, len(self._widths), self._device)
         return int(_PROCESS_BYTES + reading)
+
+    def memory_there(self) -> int:
+        """Of the GPU, or of the machine."""
+        if self._device.type == "cuda":
+            return int(torch.cuda.get_device_properties(self._device).total_memory)
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
     def read_bytes(self) -> int:
         """Digests, calibration, during which experts are fitted, and the copy of the rest."""
@@ -191,6 +199,11 @@ class _Needs:
             "calibration": round(reading, 1),
             "quantize": round(fitting, 1),
         }
+
+    def _head_bytes(self) -> int:
+        """Of the output matrix, which `quantize` does not load."""
+        names = (n for n, target in self._checkpoint.keymap.dense.items() if "lm_head" in target)
+        return sum(group.bytes for group in _groups(self._checkpoint, names))
 
     def _in_layers(self) -> int:
         """Bytes of the dense tensors of decoder layers."""
@@ -214,6 +227,23 @@ class _Needs:
                 refit(book, rows[None], hessian[None])
 
         return timed(fit) / rows.numel()
+
+
+def _check_room(out: Path, needs: _Needs) -> int:
+    """Refuse a disk or a machine that is too small; gives the free bytes of the disk."""
+    parent = existing_parent(out)
+    if not os.access(parent, os.W_OK):
+        raise StoreError(f"cannot write into `{parent}`", "name another folder with -o")
+    free = shutil.disk_usage(parent).free
+    if free < needs.disk_bytes():
+        raise disk_full(out, needs.disk_bytes())
+    there = needs.memory_there()
+    if there < needs.memory_bytes():
+        raise ConfigError(
+            f"about {needs.memory_bytes():,} bytes of memory are needed, {there:,} are there",
+            "`--codebook kmeans` needs less, and so do shorter samples: --seqlen",
+        )
+    return free
 
 
 def _check_output(

@@ -24,8 +24,10 @@ from pw.models.dequantized import DequantizedBlocks
 from pw.models.experts import expert_modules, to_module_layout
 from pw.store.artifact import Artifact
 from pw.store.files import remove_tree
+from pw.store.tensor_file import TensorSource
 from pw.store.writer import MODEL_FILES
 from pw_pipelines.progress import Progress
+from pw_pipelines.quantize import dense_sources
 from pw_pipelines.shard_writer import ShardWriter, original_names
 
 
@@ -89,14 +91,18 @@ def _bytes_needed(checkpoint: Checkpoint) -> int:
     return sum(e.stop - e.start for e in entries) + 2 * checkpoint.geometry.weights
 
 
-def _dense(checkpoint: Checkpoint) -> dict[str, Tensor]:
+def _dense(checkpoint: Checkpoint) -> dict[str, TensorSource]:
     """Everything but expert weights, byte for byte; under the text model's own names."""
+    sources = dense_sources(checkpoint)
     if not checkpoint.architecture.multimodal:
-        return {name: checkpoint.read(name) for name in checkpoint.dense_keys()}
-    named = {
-        checkpoint.keymap.dense[name]: checkpoint.read(name) for name in checkpoint.dense_keys()
-    }
-    return original_names(checkpoint.architecture.meta, named)
+        return sources
+    targets = {checkpoint.keymap.dense[name]: source for name, source in sources.items()}
+    found = {}
+    for target, source in targets.items():  # these are renamed, one by one, and nothing else
+        stand_in = torch.empty(source.shape, dtype=source.dtype, device="meta")
+        (name,) = original_names(checkpoint.architecture.meta, {target: stand_in})
+        found[name] = source
+    return found
 
 
 def _experts(

@@ -93,11 +93,11 @@ class BlockFitter:
         focus = None if self._focus is None else self._focus.of(layer, module)
         room = _WEIGHTS_PER_FIT[self.device.type]
         group = max(1, room // geometry.shape(module).weights)
-        parts = []
+        planes, luts = torch.empty(0), dict[int, Tensor]()
         for first in range(0, geometry.experts, group):
             some = slice(first, min(first + group, geometry.experts))
             keys = [BlockKey(layer, e, module) for e in range(some.start, some.stop)]
-            planes, luts = quantize_blocks(
+            part, tables = quantize_blocks(
                 self._stacked(keys, weight),
                 mean_squares[some].to(self.device),
                 manifest.min_bits,
@@ -106,9 +106,13 @@ class BlockFitter:
                 None if hessians is None else hessians[some].to(self.device),
                 None if focus is None else focus[some],
             )
-            parts.append((planes.cpu(), {b: lut.cpu() for b, lut in luts.items()}))
-        merged = {b: torch.cat([luts[b] for _, luts in parts]) for b in parts[0][1]}
-        return torch.cat([planes for planes, _ in parts]), merged
+            if first == 0:  # the whole at once: parts and their sum would be twice as much
+                planes = _room(part, geometry.experts)
+                luts = {b: _room(table, geometry.experts) for b, table in tables.items()}
+            planes[some] = part.cpu()
+            for bits, table in tables.items():
+                luts[bits][some] = table.cpu()
+        return planes, luts
 
     def _stacked(self, keys: list[BlockKey], weight: Weight) -> Tensor:
         """Finite weights [E, N, K] of some blocks, on the device."""
@@ -116,6 +120,11 @@ class BlockFitter:
         if not torch.isfinite(weights).all():
             refuse_infinite(self._checkpoint, keys, weight)
         return weights
+
+
+def _room(part: Tensor, experts: int) -> Tensor:
+    """Host memory for all experts, of which `part` is some."""
+    return torch.empty((experts, *part.shape[1:]), dtype=part.dtype)
 
 
 def refuse_infinite(checkpoint: Checkpoint, keys: Collection[BlockKey], weight: Weight) -> None:

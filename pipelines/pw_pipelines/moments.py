@@ -20,7 +20,7 @@ from pw.blocks import MODULES, BlockKey, ExpertGeometry, Module
 from pw.errors import ConfigError, ModelError
 from pw.models.dense import ExpertCall, ExpertObserver
 from pw_pipelines.hessians import HessianSums
-from pw_pipelines.observation import ObservedModel, adding_up, batches, part_of
+from pw_pipelines.observation import CPU, ObservedModel, adding_up, batches, part_of
 from pw_pipelines.progress import Advance, Progress
 from pw_pipelines.ranks import ALONE, Ranks
 from pw_pipelines.savepoint import Savepoint
@@ -44,11 +44,7 @@ class MomentSums(ExpertObserver):
     They are where the model is: nothing waits for a GPU.
     """
 
-    def __init__(
-        self,
-        geometry: ExpertGeometry,
-        device: torch.device = torch.device("cpu"),  # noqa: B008
-    ) -> None:
+    def __init__(self, geometry: ExpertGeometry, device: torch.device = CPU) -> None:
         self.geometry = geometry
         shape = (len(geometry.layers), geometry.experts)
         real: dict[str, Any] = {"dtype": torch.float64, "device": device}
@@ -58,6 +54,7 @@ class MomentSums(ExpertObserver):
         }
         self.rows = torch.zeros((*shape, len(MODULES)), **whole)  # finite ones
         self.dropped = torch.zeros_like(self.rows)
+        self.lost = torch.zeros(shape[:1], **whole)  # tokens whose states were not finite
         self.tokens = torch.zeros(shape, **whole)
         self.mass = torch.zeros(shape, **real)
 
@@ -65,6 +62,7 @@ class MomentSums(ExpertObserver):
         """Count routed tokens and router weight; tokens that are not finite do not count."""
         finite = torch.isfinite(inputs).all(1, keepdim=True)
         flat = ids.flatten()
+        self.lost[slot] += inputs.shape[0] - finite.sum()
         self.tokens[slot].index_add_(0, flat, finite.expand(ids.shape).flatten().long())
         self.mass[slot].index_add_(0, flat, torch.where(finite, weights, 0.0).flatten().double())
 
@@ -76,15 +74,16 @@ class MomentSums(ExpertObserver):
     def state(self) -> dict[str, Tensor]:
         """All sums."""
         squares = {f"squares.{module}": self.squares[module] for module in MODULES}
-        names = ("rows", "dropped", "tokens", "mass")
+        names = ("rows", "dropped", "lost", "tokens", "mass")
         return squares | {name: getattr(self, name) for name in names}
 
     def _add(self, slot: int, expert: int, module: Module, inputs: Tensor) -> None:
         """Rows of inputs [n, K] that are not finite are dropped and counted."""
         finite = torch.isfinite(inputs).all(1, keepdim=True)
-        kept, index = torch.where(finite, inputs, 0.0), MODULES.index(module)
-        self.squares[module][slot, expert] += kept.double().square_().sum(0)
-        count = finite.sum()
+        index, count = MODULES.index(module), finite.sum()
+        if inputs.device.type != "cpu" or count < inputs.shape[0]:  # no GPU waits for the answer
+            inputs = torch.where(finite, inputs, 0.0)
+        self.squares[module][slot, expert] += inputs.square().sum(0)
         self.rows[slot, expert, index] += count
         self.dropped[slot, expert, index] += inputs.shape[0] - count
 
@@ -129,6 +128,7 @@ class Moments:
     tokens: NDArray[np.int64]  # [L, E]
     mass: NDArray[np.float32]  # [L, E], share of the layer's router weight
     coverage: NDArray[np.uint8]  # [L, E], values of Coverage
+    dropped: int = 0  # tokens x layers left out because their states were not finite
 
     def of(self, module: Module) -> NDArray[np.float32]:
         """[L, E, K] of one module."""
@@ -136,7 +136,8 @@ class Moments:
 
     def layer(self, slot: int) -> Moments:
         """Those of one layer, L = 1."""
-        return Moments(**{n: getattr(self, n)[slot : slot + 1] for n in self.__dataclass_fields__})
+        one = {name: array[slot : slot + 1] for name, array in self.arrays().items()}
+        return Moments.from_arrays(one)
 
     def arrays(self) -> dict[str, NDArray[np.generic]]:
         """The table `moments` of an artifact."""
@@ -151,7 +152,13 @@ class Moments:
     @classmethod
     def from_arrays(cls, arrays: Mapping[str, NDArray[np.generic]]) -> Moments:
         """Inverse of `arrays`."""
-        return cls(**{name: np.asarray(arrays[name]) for name in cls.__dataclass_fields__})
+        return cls(
+            gate_up=np.asarray(arrays["gate_up"]),
+            down=np.asarray(arrays["down"]),
+            tokens=np.asarray(arrays["tokens"]),
+            mass=np.asarray(arrays["mass"]),
+            coverage=np.asarray(arrays["coverage"]),
+        )
 
     def counts(self) -> dict[str, int]:
         """Number of experts of each kind of coverage."""
@@ -191,7 +198,7 @@ def measure_moments(
     """
     geometry = model.geometry
     sums = LayerSums(geometry, model.device, {geometry.slot(layer) for layer in hessians})
-    own = part_of(windows, ranks)
+    own = part_of(windows, ranks, model.device)
     add_up = adding_up(sums, geometry, ranks)
 
     def after(layer: int) -> None:
@@ -206,7 +213,7 @@ def measure_moments(
 
     model.read(
         own,
-        [sums] * len(list(batches(own))),
+        [sums] * len(list(batches(own, model.device))),
         advance=advance,
         savepoint=savepoint,
         after_layer=after,
@@ -216,8 +223,9 @@ def measure_moments(
 
 def joined(layers: Sequence[Moments]) -> Moments:
     """Moments of several layers as one."""
-    names = Moments.__dataclass_fields__
-    return Moments(**{n: np.concatenate([getattr(one, n) for one in layers]) for n in names})
+    tables = [one.arrays() for one in layers]
+    arrays = {name: np.concatenate([table[name] for table in tables]) for name in tables[0]}
+    return replace(Moments.from_arrays(arrays), dropped=sum(one.dropped for one in layers))
 
 
 def finish_moments(sums: MomentSums) -> Moments:
@@ -249,6 +257,7 @@ def finish_moments(sums: MomentSums) -> Moments:
         tokens=sums.tokens.numpy(),
         mass=mass.float().numpy(),
         coverage=coverage.to(torch.uint8).numpy(),
+        dropped=int(sums.lost.sum()),
     )
 
 
@@ -315,3 +324,7 @@ def report_coverage(
         progress.warn(f"{summary} ({hint})")
     else:
         progress.detail(summary)
+    if moments.dropped:
+        progress.warn(
+            f"{moments.dropped} states of tokens, all layers together, were not finite and left out"
+        )

@@ -10,6 +10,7 @@ Axes: P windows, B windows of a batch, S tokens of a window, H hidden, V vocabul
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,6 +24,7 @@ from pw.models.checkpoint import Checkpoint
 from pw.models.dense import ExpertObserver
 from pw.models.layered import LayeredModel, SharedKv
 from pw_pipelines.activations import Activations, needs_file
+from pw_pipelines.precision import tensor_cores
 from pw_pipelines.progress import Advance
 from pw_pipelines.ranks import Ranks
 from pw_pipelines.savepoint import Savepoint
@@ -30,9 +32,12 @@ from pw_pipelines.savepoint import Savepoint
 Weights = Callable[[BlockKey], Tensor | None]  # -> [N, K], any float dtype; None = the model's own
 AfterLayer = Callable[[int], None]  # told that observers have seen all of a layer, by its number
 
-_TOKENS_PER_BATCH = 2048
+CPU = torch.device("cpu")
+
+_TOKENS_PER_BATCH = {"cpu": 1 << 11, "cuda": 1 << 14}  # a GPU wants few and large products
 _LOGITS_AT_ONCE = 1 << 25
 _CACHE_BYTES = 1 << 28  # a model of this size is read from disk once
+_CACHE_SHARE = 0.3  # of a GPU's free memory, for the same
 
 
 class ObservedModel:
@@ -40,25 +45,25 @@ class ObservedModel:
 
     Args:
         checkpoint: An opened checkpoint with experts.
-        device: Where to run; "auto" = the GPU if there is one.
+        device: Where to run.
         scratch: Folder for hidden states that do not fit in memory; None = the system's.
-        cache_bytes: Layers beyond the one in use are kept up to this.
+        cache_bytes: Layers beyond the one in use are kept up to this; None = a small model's.
     """
 
     def __init__(
         self,
         checkpoint: Checkpoint,
-        device: str = "auto",
+        device: str = "cpu",
         *,
         scratch: Path | None = None,
-        cache_bytes: int = _CACHE_BYTES,
+        cache_bytes: int | None = None,
     ) -> None:
-        if device == "auto":
-            device = "cuda" if torch.cuda.is_available() else "cpu"
+        gc.collect()  # an earlier stage's model: its layers and what they call hold each other
         self.device = torch.device(device)
         self.geometry = checkpoint.geometry
         self._dtype = torch.float32 if self.device.type == "cpu" else checkpoint.weight_dtype
-        self._model = LayeredModel(checkpoint, self._dtype, self.device, cache_bytes)
+        room = _cache_bytes(self.device) if cache_bytes is None else cache_bytes
+        self._model = LayeredModel(checkpoint, self._dtype, self.device, room)
         self._original = self._model.experts.weight
         self._scratch = scratch
 
@@ -72,6 +77,7 @@ class ObservedModel:
         return self._original(self.geometry.slot(key.layer), key.expert, key.module, self.device)
 
     @torch.no_grad()
+    @tensor_cores()
     def read(
         self,
         windows: Tensor,
@@ -85,13 +91,13 @@ class ObservedModel:
 
         Args:
             windows: Tokens.
-            observers: One for each of `batches(windows)`, or none.
+            observers: One for each of `batches(windows, self.device)`, or none.
             weights: Other expert weights than the model's.
             advance: Called with the number of windows each time a layer has read some.
             savepoint: Where a reading whose states need a file is saved after every layer.
             after_layer: Called with each layer, before it is saved.
         """
-        parts = list(batches(windows))
+        parts = list(batches(windows, self.device))
         states, shared, steps = self._begin(parts, 2, savepoint, observers)
         for layer in range(self.layers):
             source, target = (self.layers - layer) % 2, (self.layers - layer - 1) % 2
@@ -108,6 +114,7 @@ class ObservedModel:
             steps.finish()
         return states
 
+    @tensor_cores()
     def backward(
         self,
         windows: Tensor,
@@ -122,7 +129,7 @@ class ObservedModel:
         on the way back; `backward_units` says how often in all. `savepoint` and `after_layer` are
         as in `read`; layers are told on the way back.
         """
-        parts = list(batches(windows))
+        parts = list(batches(windows, self.device))
         first, last = self.geometry.layers[0], self.layers - 1
         above = self.layers - first  # first of two places for what only the next layer needs
         states, shared, steps = self._begin(parts, above + 2, savepoint, [observer])
@@ -166,6 +173,7 @@ class ObservedModel:
         return windows * (2 * self.layers - 1 - self.geometry.layers[0])
 
     @torch.no_grad()
+    @tensor_cores()
     def branches(
         self, ids: Tensor, changes: Mapping[BlockKey, Callable[[], Tensor]], advance: Advance
     ) -> tuple[Tensor, dict[BlockKey, Tensor]]:
@@ -292,6 +300,13 @@ class ObservedModel:
             experts.observer, experts.weight = None, self._original
 
 
+def _cache_bytes(device: torch.device) -> int:
+    """For layers that are kept: reading them again takes as long as computing on a GPU."""
+    if device.type != "cuda":
+        return _CACHE_BYTES
+    return int(_CACHE_SHARE * torch.cuda.mem_get_info(device)[0])
+
+
 class _Steps:
     """Counts the layers that are done; with a savepoint, goes on from it and saves after each."""
 
@@ -324,10 +339,11 @@ class _Steps:
         }
 
 
-def batches(windows: Tensor) -> Iterator[Tensor]:
-    """Windows [P, S] in batches of some thousand tokens."""
+def batches(windows: Tensor, device: torch.device = CPU) -> Iterator[Tensor]:
+    """Windows [P, S] in the batches in which a model on this device reads them."""
     if windows.shape[0]:
-        yield from torch.split(windows, max(1, _TOKENS_PER_BATCH // windows.shape[1]))
+        size = _TOKENS_PER_BATCH[device.type] // windows.shape[1]
+        yield from torch.split(windows, max(1, size))
 
 
 def adding_up(sums: ExpertObserver, geometry: ExpertGeometry, ranks: Ranks) -> AfterLayer:
@@ -341,7 +357,7 @@ def adding_up(sums: ExpertObserver, geometry: ExpertGeometry, ranks: Ranks) -> A
     return add_up
 
 
-def part_of(windows: Tensor, ranks: Ranks) -> Tensor:
+def part_of(windows: Tensor, ranks: Ranks, device: torch.device = CPU) -> Tensor:
     """The windows that a rank reads: whole batches, so that each is computed as by one process."""
-    mine = ranks.part(list(batches(windows)))
+    mine = ranks.part(list(batches(windows, device)))
     return torch.cat(list(mine)) if mine else windows[:0]

@@ -105,7 +105,7 @@ def run(
     Raises:
         PwError: See its subclasses; a folder left by a stop resumes.
     """
-    started = time.perf_counter()
+    started, where = time.perf_counter(), torch.device(ranks.device(device))
     path = resolve_model(model)
     checkpoint = Checkpoint.open(path)
     samples = calibration_set(config.calibration, load_tokenizer(path))
@@ -114,7 +114,6 @@ def run(
     max_bits = config.max_bits or auto_max_bits(geometry, config.min_bits, itemsize)
     lut_dtype = choose_lut_dtype(checkpoint)
     settings = quantize_settings(config, samples, focus)
-    where = torch.device(ranks.device(device))
     record = _model_record(model, path, checkpoint)
     opening = time.perf_counter() - started
     open_writer = partial(
@@ -136,7 +135,8 @@ def run(
         seconds, checkpoint.shards.bytes_read, checkpoint.shards.nbytes,
         floor_seconds(checkpoint, samples.windows.numel(), artifact.manifest.widths, config, where),
     )  # fmt: skip
-    _print_costs(costs, geometry.blocks, progress)
+    quantized = len(artifact.manifest.blocks) * geometry.experts
+    _print_costs(costs, geometry.blocks, quantized, progress)
     return QuantizeReport(
         path=Path(out),
         min_bits=artifact.min_bits,
@@ -172,9 +172,10 @@ def floor_seconds(
     return operations * seconds_per_operation(device)
 
 
-def _print_costs(costs: QuantizeCosts, blocks: int, progress: Progress) -> None:
+def _print_costs(costs: QuantizeCosts, expected: int, quantized: int, progress: Progress) -> None:
     stages = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in costs.seconds.items())
-    progress.note(f"quantize: {blocks} blocks in {sum(costs.seconds.values()):.1f} s: {stages}")
+    progress.note(f"quantize: {quantized} blocks in {sum(costs.seconds.values()):.1f} s: {stages}")
+    progress.note(f"audit: expected {expected} expert blocks, quantized {quantized}")
     progress.note(
         f"read {costs.bytes_read:,} bytes of the checkpoint's {costs.bytes_least:,}; "
         f"its products alone would take {costs.floor_seconds:.1f} s here"
@@ -274,7 +275,7 @@ def _fit_layers(
         moments = _read(writer, checkpoint, samples, config, progress, ranks, fitter, layers)
         report_coverage(moments, progress, strict=config.strict_coverage)
         if ranks.first and not measured:
-            report = {"coverage": moments.counts()}
+            report = {"coverage": moments.counts(), "dropped": moments.dropped}
             writer.write_table("moments", moments.arrays(), {}, config.calibration, inputs, report)
     ranks.wait()
     writer.find_done()
@@ -312,10 +313,9 @@ def _read(
             report_coverage(moments, progress, strict=True, layer=layer)
         fitter.fit(layer, moments, hessians, model.expert_weight)
 
+    units = len(part_of(windows, ranks, fitter.device)) * model.layers
     try:
-        with progress.stage(
-            "calibration", len(part_of(windows, ranks)) * model.layers, "samples x layers"
-        ) as advance:
+        with progress.stage("calibration", units, "samples x layers") as advance:
             moments = measure_moments(
                 model, windows, give,
                 hessians=layers if config.codebook == "joint" else (),

@@ -28,6 +28,25 @@ _WAIT = timedelta(days=30)
 T = TypeVar("T")
 
 
+def usable_device(device: str) -> str:
+    """The name of a device that is there; "auto" is the GPU if there is one.
+
+    Raises:
+        ConfigError: There is no such device.
+    """
+    found = torch.cuda.is_available()
+    if device == "auto":
+        return "cuda" if found else "cpu"
+    if device not in ("cpu", "cuda"):
+        raise ConfigError(f"device must be auto, cpu or cuda: `{device}`")
+    if device == "cuda" and not found:
+        raise ConfigError(
+            "torch finds no GPU for `--device cuda`",
+            "leave it out to use the CPU, or install a torch that is built for CUDA",
+        )
+    return device
+
+
 class Ranks:
     """This process among those that work on a stage.
 
@@ -63,9 +82,12 @@ class Ranks:
         return self.rank == 0
 
     def device(self, device: str) -> str:
-        """The device of this rank: where several share a machine, each has a GPU of its own."""
-        if device == "auto":
-            device = "cuda" if torch.cuda.is_available() else "cpu"
+        """The device of this rank: where several share a machine, each has a GPU of its own.
+
+        Raises:
+            ConfigError: There is no such device.
+        """
+        device = usable_device(device)
         if device != "cuda" or self.size == 1:
             return device
         return f"cuda:{int(os.environ.get('LOCAL_RANK', self.rank)) % torch.cuda.device_count()}"

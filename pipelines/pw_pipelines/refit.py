@@ -24,14 +24,15 @@ of a strip.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from pw_kernels.codes import nearest_codes
 from pw_pipelines.codebook import Codebook
+from pw_pipelines.precision import tensor_cores
 
 IMPORTANCE: Mapping[int, float] = {2: 1.0, 3: 1.0, 4: 1.0, 5: 0.5, 6: 0.3, 7: 0.1, 8: 0.1}
 
@@ -42,6 +43,7 @@ _STRIP = 32  # columns whose changes reach the others by one product
 _STEPS = 8  # of conjugate gradients; tables start from the last ones
 _RIDGE = 1e-3  # pull of a level toward the one before, relative to the mean of diag H
 _DAMPING = 1e-2  # of the mean of diag H, added to it
+_BYTES = 240  # of temporaries for a weight and seven widths, see `refit_bytes`
 _TINY = torch.finfo(torch.float32).tiny
 
 
@@ -80,9 +82,9 @@ def refit(
     counts = counts.to(weights.device)
     codes = book.codes.view(weights.shape)
     levels = torch.cat([book.centroids[b] for b in widths], 1).float().view(blocks, rows, -1)
-    count = max(1, _at_once(weights.device.type) // (blocks * cols))
+    count = max(1, _at_once(weights.device) // (blocks * cols))
     fits = []
-    with _tensor_cores():
+    with tensor_cores():
         for first in range(0, rows, count):
             some = slice(first, first + count)
             fit = _Fit(codes[:, some], levels[:, some], weights[:, some].float(), hessians, widths)
@@ -114,8 +116,8 @@ def refit_operations(weights: int, cols: int, widths: int) -> int:
     return 2 * weights * cols * widths * products
 
 
-def refit_bytes(weights: int, widths: int, device: str) -> int:
-    """Most bytes of temporaries for so many weights on a type of device: five tensors and an index
+def refit_bytes(weights: int, widths: int, device: torch.device) -> int:
+    """Most bytes of temporaries for so many weights on a device: five tensors and an index
     for each weight and width, rounded up.
     """
     return min(weights, _at_once(device)) * (widths * 32 + 16)
@@ -131,22 +133,15 @@ def damped(hessians: Tensor) -> Tensor:
     return torch.where(scale > 0, hessians / scale.clamp_min(_TINY), eye).float() + _DAMPING * eye
 
 
-@contextmanager
-def _tensor_cores() -> Iterator[None]:
-    """Let a GPU multiply float32 with 10 bits of mantissa: its float32 units would bind the refit,
-    and errors fall as far (tests/pipelines/test_refit.py rounds so on a CPU).
+def _at_once(device: torch.device) -> int:
+    """Weights fitted together, some 240 bytes each: 0.5 GB on a CPU, a quarter of what a GPU has
+    free, 32 GB at most.
     """
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = True
-    try:
-        yield
-    finally:
-        torch.backends.cuda.matmul.allow_tf32 = before
-
-
-def _at_once(device: str) -> int:
-    """Weights fitted together, a few hundred bytes each: 1 GB on a CPU, 30 GB on a GPU at most."""
-    return 1 << (22 if device == "cpu" else 27)
+    least = 1 << 21
+    if device.type == "cpu":
+        return least
+    free = torch.cuda.mem_get_info(device)[0]
+    return int(min(max(free // 4 // _BYTES, least), 1 << 27))
 
 
 class _Fit:
@@ -163,7 +158,7 @@ class _Fit:
     ) -> None:
         self.codes, self.tables = codes.clone(), tables
         self.weights, self.hessians = weights, hessians
-        self.sizes = [1 << b for b in widths]
+        self.sizes, self.min_bits = [1 << b for b in widths], widths[0]
         device = weights.device
         sizes = torch.tensor(self.sizes, device=device)
         self.shifts = max(widths) - torch.tensor(widths, device=device)  # [W]
@@ -245,47 +240,36 @@ class _Fit:
         pulls = self.times_hessian(self.gap(index, self.tables)).view(blocks, rows, widths, cols)
         scaled = self.tables * self.roots.index_select(2, self.width_of)
         for start in range(0, cols, _STRIP):
-            strip = slice(start, min(start + _STRIP, cols))
-            moved = self._sweep_strip(strip, levels, pulls[..., strip].clone(), scaled)
-            change = moved.view(blocks, rows * widths, -1)
-            pulls.view(blocks, rows * widths, cols).baddbmm_(change, self.hessians[:, strip])
+            strip, later = slice(start, start + _STRIP), slice(start + _STRIP, None)
+            own = (t[..., strip].permute(3, 0, 1, 2).contiguous() for t in (levels, pulls))
+            moved = self._sweep_strip(start, scaled, *own)
+            change = moved.permute(1, 2, 3, 0).reshape(blocks, rows * widths, -1)
+            rest = pulls.view(blocks, rows * widths, cols)[..., later]
+            rest.baddbmm_(change, self.hessians[:, strip, later])
 
-    def _sweep_strip(self, strip: slice, levels: Tensor, pulls: Tensor, scaled: Tensor) -> Tensor:
+    def _sweep_strip(self, start: int, scaled: Tensor, levels: Tensor, pulls: Tensor) -> Tensor:
         """Choose the codes of some columns anew.
 
         Args:
-            strip: Columns.
-            levels: [E, N, W, K] of every weight, kept up to date.
-            pulls: (w - q) H of these columns [E, N, W, S], kept up to date.
+            start: The first of them.
             scaled: Tables [E, N, C] times the roots of what their errors count.
+            levels: Of their weights [S, E, N, W].
+            pulls: (w - q) H of these columns [S, E, N, W]; changed in place.
 
         Returns:
-            By how much levels fell, [E, N, W, S].
+            By how much levels fell, [S, E, N, W].
         """
         moved = torch.empty_like(pulls)
-        for place, column in enumerate(range(strip.start, strip.stop)):
-            own = self.hessians[:, column, column, None, None]
-            wanted = (levels[..., column] + pulls[..., place] / own) * self.roots
-            code = self._nearest(scaled, wanted)
-            self.codes[:, :, column] = code.to(torch.uint8)
+        for place, column in enumerate(range(start, start + len(levels))):
+            row = self.hessians[:, column]
+            wanted = (levels[place] + pulls[place] / row[:, column, None, None]) * self.roots
+            code = nearest_codes(scaled, wanted, self.min_bits)
+            self.codes[:, :, column] = code
             level = self.tables.gather(2, self.places(code))
-            fall = levels[..., column] - level
-            pulls += fall[..., None] * self.hessians[:, column, None, None, strip]
-            levels[..., column] = level
-            moved[..., place] = fall
+            fall = torch.sub(levels[place], level, out=moved[place])
+            later = row[:, column + 1 : start + len(levels)].T[..., None, None]
+            pulls[place + 1 :].addcmul_(fall, later)
         return moved
-
-    def _nearest(self, scaled: Tensor, wanted: Tensor) -> Tensor:
-        """Code [E, N] of the widest width whose levels, squared distances of all widths added, are
-        nearest to the wanted ones [E, N, W].
-        """
-        tables = torch.split(scaled, self.sizes, 2)
-        cost = (tables[0] - wanted[..., :1]).square_()
-        for width, table in enumerate(tables[1:], 1):
-            own = (table - wanted[..., width, None]).square_()
-            own.view(*cost.shape, -1).add_(cost[..., None])
-            cost = own
-        return cost.argmin(2)
 
 
 def _ratio(above: Tensor, below: Tensor) -> Tensor:

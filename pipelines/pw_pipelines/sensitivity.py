@@ -31,7 +31,7 @@ from pw.store.artifact import Artifact
 from pw_pipelines.agreement import Agreement, measure_agreement
 from pw_pipelines.calibration import calibration_set
 from pw_pipelines.moments import THIN_TOKENS, Moments
-from pw_pipelines.observation import ObservedModel, adding_up, part_of
+from pw_pipelines.observation import CPU, ObservedModel, adding_up, part_of
 from pw_pipelines.progress import Progress
 from pw_pipelines.ranks import ALONE, Ranks
 from pw_pipelines.savepoint import Savepoint
@@ -40,7 +40,8 @@ from pw_pipelines.source import source_checkpoint
 STAGE = "sensitivity"
 METRICS = ("output_gradient", "hessian")
 
-_CACHE_BYTES = 1 << 29  # of decoded errors of a layer kept between batches
+# Of decoded errors of a layer kept between batches: on a GPU all of a large model's.
+_CACHE_BYTES = {"cpu": 1 << 29, "cuda": 1 << 34}
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ class GradientSums(ExpertObserver):
         geometry: ExpertGeometry,
         widths: int,
         errors: Callable[[BlockKey], Tensor],
-        device: torch.device = torch.device("cpu"),  # noqa: B008
+        device: torch.device = CPU,
     ) -> None:
         self.geometry = geometry
         shape = (len(geometry.layers), geometry.experts, len(MODULES), widths)
@@ -113,10 +114,12 @@ class BlockErrors:
         """Errors of a block; those of its layer are kept while there is room."""
         if key in self._kept:
             return self._kept[key]
-        if not any(kept.layer == key.layer for kept in self._kept):
+        fresh = not any(kept.layer == key.layer for kept in self._kept)
+        if fresh:
             self._kept.clear()
-            self._room = _CACHE_BYTES
         errors = self._blocks.errors(key, self._checkpoint.expert_weight(key))
+        if fresh:
+            self._room = _CACHE_BYTES[errors.device.type]
         if key not in self._energies:
             self._energies[key] = errors.double().square().sum(1).float().cpu()
         if errors.nbytes <= self._room:
@@ -175,13 +178,13 @@ def run(
     Raises:
         PwError: See its subclasses.
     """
-    artifact = Artifact.open(path)
+    artifact, where = Artifact.open(path), ranks.device(device)
     checkpoint = source_checkpoint(artifact, model)
     samples = calibration_set(config, load_tokenizer(artifact.path))
     inputs = {**artifact.digests("quantize", "moments"), "calibration": samples.digest}
     if not artifact.table_done(STAGE, config, inputs, overwrite):
         savepoint = Savepoint(artifact.path, STAGE, {"device": device, **inputs}, ranks)
-        observed = ObservedModel(checkpoint, ranks.device(device), scratch=artifact.path.parent)
+        observed = ObservedModel(checkpoint, where, scratch=artifact.path.parent)
         blocks = DequantizedBlocks(artifact, observed.device)
         scores, arrays = _measure(
             artifact, checkpoint, observed, blocks, samples.windows, progress, savepoint, ranks
@@ -229,7 +232,7 @@ def _measure(
     moments = Moments.from_arrays(artifact.table("moments").arrays)
     errors = BlockErrors(blocks, checkpoint)
     sums = GradientSums(artifact.geometry, len(blocks.widths), errors, model.device)
-    own = part_of(windows, ranks)
+    own = part_of(windows, ranks, model.device)
     with progress.stage(STAGE, model.backward_units(own.shape[0]), "samples x layers") as advance:
         add_up = adding_up(sums, artifact.geometry, ranks)
         model.backward(own, sums, advance, savepoint, add_up)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
 
 from pw.models.shards import INDEX
 from pw.store.files import disk_errors
+from pw.store.tensor_file import TensorSource, write_tensors
 
 
 class ShardWriter:
@@ -28,15 +29,18 @@ class ShardWriter:
         self.places: dict[str, str] = {}  # tensor -> file
         self._folder, self._needed, self._written = folder, bytes_needed, 0
 
-    def write(self, tensors: dict[str, Tensor]) -> None:
-        """Write the next file."""
+    def write(self, tensors: Mapping[str, Tensor | TensorSource]) -> None:
+        """Write the next file; sources are read one at a time."""
         self._written += 1
         name = f"model-{self._written:05d}-of-{self.shards:05d}.safetensors"
+        sources = {
+            key: tensor if isinstance(tensor, TensorSource) else TensorSource.of(tensor)
+            for key, tensor in tensors.items()
+        }
         with disk_errors(self._folder, self._needed):
-            whole = {key: tensor.clone().contiguous() for key, tensor in tensors.items()}
-            save_file(whole, self._folder / name, metadata={"format": "pt"})
+            write_tensors(self._folder / name, sources)
         self.places.update(dict.fromkeys(tensors, name))
-        self.bytes += sum(tensor.nbytes for tensor in tensors.values())
+        self.bytes += sum(source.nbytes for source in sources.values())
 
     def write_index(self) -> None:
         """Write which tensor is in which file."""

@@ -26,7 +26,7 @@ from pw.models.tokenizer import load_tokenizer
 from pw.store.artifact import Artifact
 from pw.store.tables import Table
 from pw_pipelines.calibration import CalibrationSet, calibration_set
-from pw_pipelines.observation import ObservedModel, batches, part_of
+from pw_pipelines.observation import CPU, ObservedModel, batches, part_of
 from pw_pipelines.progress import Progress
 from pw_pipelines.ranks import ALONE, Ranks
 from pw_pipelines.savepoint import Savepoint
@@ -65,43 +65,59 @@ class BlockScores:
             {m: torch.einsum("lewk,lek->lew", energies[m].double(), means[m]) for m in MODULES},
         )
 
+    def to(self, device: torch.device) -> BlockScores:
+        """The same on a device."""
+        if device.type == "cpu":
+            return self
+        energies, scores = (
+            {m: tensors[m].to(device) for m in MODULES} for tensors in (self.energies, self.scores)
+        )
+        return BlockScores(energies, scores)
+
     def residual(self, slot: int, expert: int, module: Module, moments: Tensor) -> Tensor:
         """Y [B]: mean over widths of log s(prompt) - log s, from mean squared inputs [B, K].
 
         Widths at which a score is 0 do not count; nan where none is left.
         """
-        energy = self.energies[module][slot, expert].to(moments.device, torch.float64)
-        here = moments.double() @ energy.T
-        usual = self.scores[module][slot, expert].to(moments.device)
+        here = moments.double() @ self.energies[module][slot, expert].double().T
+        usual = self.scores[module][slot, expert]
         usable = (here > 0) & (usual > 0) & torch.isfinite(here)
         ratio = torch.where(usable, here / usual, 1.0).log()
         return ratio.sum(1) / usable.sum(1)  # 0 / 0 = nan
 
 
 class PromptTraces(ExpertObserver):
-    """Traces of the prompts of one batch; its T = B * S tokens come prompt after prompt."""
+    """Traces of the prompts of one batch; its T = B * S tokens come prompt after prompt.
+
+    They are where the model is: nothing waits for a GPU.
+    """
 
     def __init__(
-        self, geometry: ExpertGeometry, scores: BlockScores, prompts: int, length: int
+        self,
+        geometry: ExpertGeometry,
+        scores: BlockScores,
+        prompts: int,
+        length: int,
+        device: torch.device = CPU,
     ) -> None:
         self._scores, self._prompts, self._length = scores, prompts, length
         shape = (prompts, len(geometry.layers), geometry.experts)
         features = feature_count(geometry.gate_up.cols)
-        self.mass = np.zeros(shape, np.float32)  # sums of router weight
-        self.counts = np.zeros(shape, np.int32)
-        self.features = np.zeros((*shape[:2], features), np.float32)
-        self.y = np.full((*shape, len(MODULES)), np.nan, np.float32)
+        self.mass = torch.zeros(shape, device=device)  # sums of router weight
+        self.counts = torch.zeros(shape, dtype=torch.int32, device=device)
+        self.features = torch.zeros((*shape[:2], features), device=device)
+        self.y = torch.full((*shape, len(MODULES)), torch.nan, device=device)
 
     def routed(self, slot: int, inputs: Tensor, ids: Tensor, weights: Tensor) -> None:
         """Take in features, counts and router weight of a layer."""
         split = (self._prompts, self._length, -1)
         for prompt, hidden in enumerate(inputs.view(split)):
-            self.features[prompt, slot] = prompt_features(hidden).cpu().numpy()
+            self.features[prompt, slot] = prompt_features(hidden)
         experts = self.mass.shape[2]
         chosen = torch.nn.functional.one_hot(ids.view(split), experts)  # [B, S, k, E]
-        self.counts[:, slot] = chosen.sum((1, 2)).cpu().numpy()
+        self.counts[:, slot] = chosen.sum((1, 2)).int()
         weight = weights.float().view(split)[..., None] * chosen
-        self.mass[:, slot] = weight.sum((1, 2)).cpu().numpy()
+        self.mass[:, slot] = weight.sum((1, 2))
 
     def expert(self, call: ExpertCall) -> None:
         """Take in the targets of both blocks."""
@@ -111,13 +127,13 @@ class PromptTraces(ExpertObserver):
         ):
             squares = inputs.new_zeros((self._prompts, inputs.shape[1]))
             squares.index_add_(0, prompt, inputs.square())
-            count = torch.bincount(prompt, minlength=self._prompts)[:, None]
+            count = self.counts[:, call.slot, call.expert, None]
             y = self._scores.residual(call.slot, call.expert, module, squares / count.clamp_min(1))
-            self.y[:, call.slot, call.expert, index] = y.cpu().numpy()
+            self.y[:, call.slot, call.expert, index] = y.float()
 
     def state(self) -> dict[str, Tensor]:
         """All arrays."""
-        return {name: torch.from_numpy(getattr(self, name)) for name in _MEASURED}
+        return {name: getattr(self, name) for name in _MEASURED}
 
 
 def run(
@@ -144,13 +160,13 @@ def run(
     Raises:
         PwError: See its subclasses.
     """
-    artifact = Artifact.open(path)
+    artifact, where = Artifact.open(path), ranks.device(device)
     checkpoint = source_checkpoint(artifact, model)
     samples = calibration_set(config, load_tokenizer(artifact.path))
     inputs = {**artifact.digests("moments", "sensitivity"), "calibration": samples.digest}
     if not artifact.table_done(STAGE, config, inputs, overwrite):
         savepoint = Savepoint(artifact.path, STAGE, {"device": device, **inputs}, ranks)
-        observed = ObservedModel(checkpoint, ranks.device(device), scratch=artifact.path.parent)
+        observed = ObservedModel(checkpoint, where, scratch=artifact.path.parent)
         arrays = _measure(artifact, observed, samples, progress, savepoint, ranks)
         if ranks.first:
             attrs = {"seqlen": config.seqlen}
@@ -172,14 +188,18 @@ def _measure(
     ranks: Ranks,
 ) -> dict[str, NDArray[np.generic]]:
     scores = BlockScores.from_tables(artifact.table("sensitivity"), artifact.table("moments"))
-    own = part_of(samples.windows, ranks)
+    own = part_of(samples.windows, ranks, model.device)
     none = PromptTraces(artifact.geometry, scores, 0, own.shape[1])  # of a rank without text
-    traces = [PromptTraces(artifact.geometry, scores, *batch.shape) for batch in batches(own)]
+    scores = scores.to(model.device)
+    traces = [
+        PromptTraces(artifact.geometry, scores, batch.shape[0], batch.shape[1], model.device)
+        for batch in batches(own, model.device)
+    ]
     with progress.stage("trace", own.shape[0] * model.layers, "prompts x layers") as advance:
         model.read(own, traces, advance=advance, savepoint=savepoint)
     arrays: dict[str, NDArray[np.generic]] = {}
     for name in _MEASURED:
-        rows = np.concatenate([getattr(trace, name) for trace in (none, *traces)])
+        rows = torch.cat([getattr(trace, name).cpu() for trace in (none, *traces)]).numpy()
         arrays[name] = ranks.join_rows(rows)
     arrays["tokens"] = np.full(samples.windows.shape[0], samples.windows.shape[1], np.int64)
     arrays["documents"] = np.array(samples.documents, np.int64)

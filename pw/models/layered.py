@@ -2,7 +2,8 @@
 
 transformers' own forward pass does all the work: every decoder layer but the one wanted hands its
 input on unchanged, so whatever a model computes around its layers (masks, rotary tables, per-layer
-embeddings, softcaps) is right without being known here. Embedding, head and norms stay loaded.
+embeddings, softcaps) is right without being known here. Embedding and norms stay loaded, and so
+does the head once it has been asked for.
 
 Axes: B windows of a batch, S tokens of a window, H hidden, V vocabulary.
 """
@@ -65,7 +66,9 @@ class LayeredModel:
         self._given: Tensor | None = None  # what that layer gets, or what the last one gives
         self._shared: SharedKv = {}
         self._seen: Tensor | None = None  # what the first layer got, or what that layer gave
-        load_tensors(self._model, checkpoint, self._names[None], dtype, device)
+        self._head = self._names_of_head()  # loaded when logits are asked for: a gigabyte in some
+        outer = [name for name in self._names[None] if name not in self._head]
+        load_tensors(self._model, checkpoint, outer, dtype, device)
         self._model.tie_weights()
         activations = [activation_of(module) for _, module in expert_modules(self._model)]
         self.experts = TorchExperts(self._weight, self._bias, activations)
@@ -112,6 +115,9 @@ class LayeredModel:
 
     def head(self, ids: Tensor, hidden: Tensor, keep: Tensor) -> Tensor:
         """Logits [B, n, V] at positions `keep` [n] from the last layer's output [B, S, H]."""
+        if self._head:
+            load_tensors(self._model, self._checkpoint, self._head, self._dtype, self._device)
+            self._head = []
         self._running, self._given = None, hidden
         try:
             output = self._model(input_ids=ids, use_cache=False, logits_to_keep=keep)
@@ -152,6 +158,13 @@ class LayeredModel:
         for name, target in self._checkpoint.keymap.dense.items():
             found[layer_of(target) if target.startswith(prefix) else None].append(name)
         return found
+
+    def _names_of_head(self) -> list[str]:
+        """Names on disk of the output matrix; none where it is the embedding."""
+        head = self._model.get_output_embeddings()
+        path = next(name for name, module in self._model.named_modules() if module is head)
+        targets = self._checkpoint.keymap.dense
+        return [name for name in self._names[None] if targets[name].startswith(f"{path}.")]
 
     def _load(self, index: int) -> None:
         """Have a layer in memory; where room is short, in place of the one loaded last."""

@@ -92,3 +92,14 @@ def test_observations_are_the_blocks_own_inputs_and_outputs(tmp_path: Path) -> N
     model.experts.observer = None
     last_states(model)
     assert len(seen.layers) == 2
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_head_is_loaded_when_it_is_asked_for(tied: bool, tmp_path: Path) -> None:
+    make_checkpoint("mixtral", tmp_path, tie_word_embeddings=tied)
+    model = LayeredModel(Checkpoint.open(tmp_path), torch.float32, CPU, cache_bytes=0)
+    states = last_states(model)
+    head = model._model.lm_head
+    assert head.weight.is_meta is not tied  # the embedding is there from the start
+    model.head(IDS, states, torch.arange(2))
+    assert not head.weight.is_meta

@@ -69,7 +69,9 @@ def test_gradients_are_those_of_transformers(
 ) -> None:
     reference = make_checkpoint(kind, tmp_path)
     expected = expected_gradients(reference)
-    monkeypatch.setattr(observation, "_TOKENS_PER_BATCH", 24)  # batches of 2, 2 and 1 windows
+    monkeypatch.setattr(
+        observation, "_TOKENS_PER_BATCH", {"cpu": 24}
+    )  # batches of 2, 2 and 1 windows
     monkeypatch.setattr(observation, "_LOGITS_AT_ONCE", 97 * 2 * 5)
     monkeypatch.setattr(activations, "MEMORY_BYTES", 0)
     model = ObservedModel(Checkpoint.open(tmp_path), "cpu", scratch=tmp_path, cache_bytes=0)
@@ -145,7 +147,7 @@ def test_a_stopped_reading_goes_on_at_its_layer(
     way: str, at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_checkpoint("mixtral", tmp_path / "model")
-    monkeypatch.setattr(observation, "_TOKENS_PER_BATCH", 24)
+    monkeypatch.setattr(observation, "_TOKENS_PER_BATCH", {"cpu": 24})
     monkeypatch.setattr(activations, "MEMORY_BYTES", 0)
     checkpoint = Checkpoint.open(tmp_path / "model")
 

@@ -1,3 +1,4 @@
+import io
 import os
 import shutil
 import signal
@@ -28,6 +29,7 @@ from pw_pipelines.codebook import fit_codebook
 from pw_pipelines.fitting import quantize_blocks
 from pw_pipelines.moments import Coverage, Moments, measure_moments
 from pw_pipelines.observation import ObservedModel
+from pw_pipelines.progress import Progress, Style
 from pw_pipelines.quantize import auto_max_bits, uniform_bytes
 from pw_pipelines.refit import damped, refit
 from pw_pipelines.savepoint import Savepoint
@@ -305,6 +307,12 @@ def test_a_savepoint_without_its_blocks_is_not_believed(
 
 def stopped(*_: object) -> None:
     raise KeyboardInterrupt
+
+
+def test_every_run_ends_in_an_audit(small: Small, tmp_path: Path) -> None:
+    told = io.StringIO()
+    quantize.run(small.model, tmp_path / "a.pw", small.config, Progress(Style.PLAIN, stream=told))
+    assert "audit: expected 36 expert blocks, quantized 36" in told.getvalue()
 
 
 def test_costs_say_what_was_read_and_the_least_it_could_take(small: Small, tmp_path: Path) -> None:

@@ -63,7 +63,7 @@ def test_targets_agree_with_the_planners_exact_residual(
     prompt = PromptTraces(model.geometry, narrow, 1, TINY_TEXT.seqlen)
     model.read(window, [prompt])
     well_seen = means.tokens >= 64
-    np.testing.assert_allclose(prompt.y[0][well_seen], np.log(eta[well_seen]), atol=1e-3)
+    np.testing.assert_allclose(prompt.y[0].numpy()[well_seen], np.log(eta[well_seen]), atol=1e-3)
     both = tables["routing"]["y"][2][well_seen]  # the mean over both widths is near
     np.testing.assert_allclose(both, np.log(eta[well_seen]), atol=0.1)
 
@@ -75,9 +75,9 @@ def test_experts_that_a_prompt_does_not_reach_have_no_target(
     prompt = PromptTraces(model.geometry, scores, 1, 1)
     model.read(torch.tensor([[42]]), [prompt])
     assert (prompt.counts.sum(2) == 2).all()
-    reached = prompt.counts[0] > 0
-    assert np.isfinite(prompt.y[0][reached]).all()
-    assert np.isnan(prompt.y[0][~reached]).all()
+    reached = prompt.counts[0].numpy() > 0
+    assert np.isfinite(prompt.y[0].numpy()[reached]).all()
+    assert np.isnan(prompt.y[0].numpy()[~reached]).all()
 
 
 def test_the_calibration_text_as_a_whole_has_no_residual(traced: Artifact) -> None:
