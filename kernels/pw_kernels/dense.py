@@ -24,7 +24,8 @@ def dense_moe(
 ) -> Tensor:
     """Run the routed experts of one layer, one expert at a time in x's dtype.
 
-    The experts of a token are added in slot order, as in `reference.fused_moe`.
+    The experts of a token are added in slot order, as in `reference.fused_moe`; ids of E and above
+    add nothing.
 
     Args:
         x: [T, H].
@@ -40,10 +41,10 @@ def dense_moe(
         [T, H] in x's dtype.
     """
     tokens, slots = topk_ids.shape
-    parts = x.new_empty(tokens * slots, x.shape[1])
+    parts = x.new_zeros(tokens * slots, x.shape[1])
     flat = topk_ids.reshape(-1)
     order = flat.argsort(stable=True)
-    counts = torch.bincount(flat, minlength=gate_up.shape[0]).tolist()
+    counts = torch.bincount(flat, minlength=gate_up.shape[0]).tolist()[: gate_up.shape[0]]
     start = 0
     for expert, count in enumerate(counts):
         if count == 0:

@@ -7,15 +7,17 @@ change is made in rank 0's order, they are free here too.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
+from torch import Tensor
 
 from pw.engine.experts import DenseExperts, PagedExperts, RoutedExperts
 from pw.engine.parallel import messages
-from pw.engine.parallel.seat import Seat
+from pw.engine.parallel.seat import by_rank
 from pw.engine.runner import ModelRunner
 from pw.engine.sequence import Chunk
 from pw.engine.start.ground import Ground
@@ -57,12 +59,21 @@ class DictatedPool(PagePool):
             self._change(pages, owner, FREE)
 
 
+class Unwatched:
+    """Statistics of a prompt that rank 0 takes: here only the sign that somebody does."""
+
+    wants_moments = False
+
+    def add_hidden(self, slot: int, hidden: Tensor) -> None:
+        """See `pw.engine.precision.statistics.PromptStatistics`."""
+
+
 @dataclass(frozen=True, eq=False)
 class FollowedSequence:
     """What a step asks of a sequence, as far as the model's numbers depend on it."""
 
     kv_row: int
-    statistics: None = None
+    statistics: Unwatched | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,12 +101,11 @@ class Followed:
 
     Args:
         ground: Its part of the model, its arena.
-        seat: Its place.
     """
 
-    def __init__(self, ground: Ground, seat: Seat) -> None:
+    def __init__(self, ground: Ground) -> None:
         self._ground = ground
-        skeleton = ground.loaded.skeleton
+        skeleton, source = ground.loaded.skeleton, ground.loaded.source
         self._table: WeightPageTable | None = None
         self._mover: Mover | None = None
         self.host_bytes = 0
@@ -104,7 +114,7 @@ class Followed:
         if ground.loaded.dense is not None:
             experts: RoutedExperts = DenseExperts(ground.loaded.dense, *biases)
         else:
-            source, store = ground.loaded.source, ground.plane_store()
+            store = ground.plane_store()
             self._table = WeightPageTable(
                 source.geometry, ground.memory.layouts, ground.arena, ground.pool, store
             )
@@ -112,6 +122,7 @@ class Followed:
             self._store = store
             self.host_bytes = store.bytes
             experts = PagedExperts(self._table, ground.arena, *biases, source.lut_dtype, None)
+        experts = by_rank(experts, source, None, skeleton.device)
         self._runner = ModelRunner(skeleton, experts, ground.kv, skeleton.vocab_size)
 
     def fetch(self, index: int, bits: int) -> str | None:
@@ -121,6 +132,12 @@ class Followed:
         except (OSError, StoreError) as error:
             return str(error)
         return None
+
+    def capture(self, most: int, agree: Callable[[bool], bool]) -> None:
+        """Capture decode steps; keep them if all ranks have."""
+        self._runner.capture(most)
+        if not agree(self._runner.steps is not None):
+            self._runner.steps = None
 
     def change(self, changes: Seq[messages.Change]) -> messages.Progress | None:
         """Make the changes of a turn, and move copies on.
@@ -170,10 +187,11 @@ class Followed:
 
 def _chunks(step: messages.Step) -> list[FollowedChunk]:
     chunks, place = [], 0
-    parts: Any = zip(step.rows, step.starts, step.counts, step.prompts, step.samples, strict=True)
-    for row, start, count, prompt, samples in parts:
+    columns = (step.rows, step.starts, step.counts, step.prompts, step.samples, step.watched)
+    parts: Any = zip(*columns, strict=True)
+    for row, start, count, prompt, samples, watched in parts:
         tokens = step.tokens[place : place + count]
         place += count
-        sequence = FollowedSequence(row)
+        sequence = FollowedSequence(row, Unwatched() if watched else None)
         chunks.append(FollowedChunk(sequence, start, count, tokens, prompt, samples))
     return chunks

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import shutil
 import signal
 import socket
@@ -109,15 +110,18 @@ def follow(order: messages.Follow, link: Link) -> None:
     link.send(messages.Planned(plan_digest(ground.memory), dense))
     group = RankGroup(seat.rank, seat.size, order.folder, device, config.collective_timeout)
     seat.reduction.connect(group.all_reduce)
-    _make_turns(Followed(ground, seat), link)
+    _make_turns(Followed(ground), link, group)
 
 
-def _make_turns(followed: Followed, link: Link) -> None:
+def _make_turns(followed: Followed, link: Link, group: RankGroup) -> None:
     ready = False
     while True:
         message = link.receive()
         if isinstance(message, messages.Fetch):
             link.send(messages.Fetched(followed.fetch(message.index, message.bits)))
+            continue
+        if isinstance(message, messages.Capture):
+            followed.capture(message.most, group.agree)
             continue
         assert isinstance(message, messages.Turn)
         progress = followed.change(message.changes)
@@ -136,4 +140,6 @@ def _say_lost(link: Link, message: messages.Lost) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    code = main(sys.argv[1:])
+    logging.shutdown()
+    os._exit(code)  # threads of the group may wait for ranks that have gone

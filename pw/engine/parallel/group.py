@@ -36,16 +36,15 @@ class RankGroup:
     def __init__(
         self, rank: int, size: int, folder: Path, device: torch.device, timeout: float
     ) -> None:
-        self.rank, self.size = rank, size
+        self.rank, self.size, self._device = rank, size, device
         store = FileStore(str(folder / "ranks"), size)
         store.set_timeout(timedelta(seconds=timeout))
         make = _nccl if device.type == "cuda" else _gloo
         self._group: Any = make(store, rank, size, timedelta(seconds=timeout))
         self._options = AllreduceOptions()
         self._options.asyncOp = False
-        first = self.all_reduce(torch.ones(1, device=device))  # the connection is made now
-        if int(first) != size:
-            raise RuntimeError(f"{int(first)} of {size} ranks have met")
+        if not self.agree(True):  # the connection is made now
+            raise RuntimeError(f"not all of {size} ranks have met")
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Replace a tensor by the sum over the ranks, the same bits on each; on the current stream.
@@ -56,6 +55,11 @@ class RankGroup:
         whole = tensor.contiguous()
         self._group.allreduce([whole], self._options).wait()
         return whole
+
+    def agree(self, ready: bool) -> bool:
+        """Whether all ranks are ready."""
+        votes = self.all_reduce(torch.tensor([float(ready)], device=self._device))
+        return int(votes) == self.size
 
     def close(self) -> None:
         """Leave; who waits in a sum here waits no longer."""

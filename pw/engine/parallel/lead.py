@@ -201,6 +201,14 @@ class LeadRunner(ModelRunner):
         self._tables = kv.block_tables
         self._told = [np.full_like(table, -1) for table in self._tables]
 
+    def capture(self, most: int) -> None:
+        """See `ModelRunner`. All ranks capture together, or none replays."""
+        with self._team.in_step():
+            self._team.capture(most)
+            super().capture(most)
+            if not self._team.group.agree(self.steps is not None):
+                self.steps = None
+
     def run(self, chunks: list[Chunk]) -> tuple[Tensor, dict[Chunk, Scored]]:
         """See `ModelRunner`.
 
@@ -226,6 +234,10 @@ class LeadRunner(ModelRunner):
             tokens=[token for chunk in chunks for token in chunk.token_ids()],
             prompts=[chunk.is_prompt for chunk in chunks],
             samples=[chunk.samples for chunk in chunks],
+            watched=[
+                chunk.sequence.statistics is not None or bool(chunk.scored_targets())
+                for chunk in chunks
+            ],
             patches=self._patches(rows),
         )
 

@@ -1,6 +1,6 @@
 """What rank 0 tells the other ranks, and what they answer. Frames as in `pw.engine.process.wire`.
 
-    to a follower     Follow, Budget, then Turn after Turn, Fetch where a reduction reads from disk
+    to a follower     Follow, Budget, Capture, then Turn after Turn, Fetch where a LUT is on disk
     from a follower   Here, Planned, Ready, then Progress where copies have ended; Lost at its end
 
 A turn is everything that has changed since the last one, in order, and the step to compute then, if
@@ -97,6 +97,7 @@ class Step(_Message):
     tokens: list[int]  # of all chunks, one after the other
     prompts: list[bool]
     samples: list[bool]
+    watched: list[bool]  # prompts that rank 0 learns from or scores: they take no graph
     patches: list[Patch]  # of the block tables, before it
 
 
@@ -115,6 +116,12 @@ class Fetch(_Message):
 
     index: int
     bits: int
+
+
+class Capture(_Message):
+    """Capture decode steps of up to so many sequences."""
+
+    most: int
 
 
 class Here(_Message):
@@ -157,7 +164,7 @@ class Lost(_Message):
     hint: str = ""
 
 
-ToFollower = Follow | Budget | Turn | Fetch
+ToFollower = Follow | Budget | Turn | Fetch | Capture
 FromFollower = Here | Planned | Ready | Fetched | Progress | Lost
 
 

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from pw.engine.parallel.share import Share
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from pw.engine.experts import RoutedExperts, RoutingCounter
+from pw.engine.parallel.own_experts import OwnExperts
+from pw.engine.parallel.share import Share, check_even, place_experts
 from pw.engine.parallel.source import SharedSource
-from pw.engine.start.sources import Loaded
+from pw.engine.start.sources import Loaded, WeightSource
 from pw.models.architecture import Architecture
 from pw.models.slicing import DensePart, Reduction
 
@@ -26,14 +32,49 @@ class Seat:
         Raises:
             ConfigError, ModelError: The model cannot be shared so.
         """
-        Share(architecture.geometry, self.rank, self.size, self.by_expert)  # refuses in time
+        check_even(architecture.geometry, self.size, by_expert=self.by_expert)
         return DensePart(architecture, self.rank, self.size, self.reduction)
 
     def shared(self, loaded: Loaded) -> Loaded:
         """What this rank keeps of the experts, dense weights being cut already."""
-        share = Share(loaded.source.geometry, self.rank, self.size, self.by_expert)
+        share = Share(loaded.source.geometry, self.rank, self.size, self._placed(loaded.source))
         return Loaded(
             SharedSource(loaded.source, share),
             replace(loaded.skeleton, biases=share.biases(loaded.skeleton.biases)),
             None if loaded.dense is None else share.dense(loaded.dense),
         )
+
+    def _placed(self, source: WeightSource) -> NDArray[np.int64] | None:
+        """[L, e, R] experts by rank, the same on all ranks; None where each has a part of all."""
+        if not self.by_expert:
+            return None
+        geometry = source.geometry
+        mass = np.zeros((len(geometry.layers), geometry.experts))
+        if source.has_table("routing"):
+            mass = np.nansum(source.table("routing").arrays["mass"], axis=0)
+        return place_experts(mass, self.size)
+
+
+def share_of(source: WeightSource) -> Share | None:
+    """What a source is the share of; None where there is one rank."""
+    return source.share if isinstance(source, SharedSource) else None
+
+
+def by_rank(
+    experts: RoutedExperts,
+    source: WeightSource,
+    counter: RoutingCounter | None,
+    device: torch.device,
+) -> RoutedExperts:
+    """The experts function of a rank: ids of the model become its own where it has whole experts.
+
+    Args:
+        experts: Of this rank's blocks.
+        source: Of this rank's blocks.
+        counter: For routing that `experts` cannot count, because it sees its own tokens alone.
+        device: Of the tensors.
+    """
+    share = share_of(source)
+    if share is None or share.placed is None:
+        return experts
+    return OwnExperts(experts, share.local_ids(device), counter)

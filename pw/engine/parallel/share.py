@@ -4,73 +4,100 @@
     by experts  every rank has whole experts, as many as every other
 
 Either way all ranks have blocks of the same shapes, in the same number, so that one plan is a plan
-for each of them: block i is as wide on every rank, in the same pages of every arena.
+for each of them: block i is as wide on every rank, in the same pages of every arena. By experts,
+block i is another expert on each rank; those that share their width in this way are neighbours in
+the order of the router weight that they got offline, so that little is lost by planning for them
+together, and every rank gets busy and idle ones alike.
+
+Axes: L MoE layers, E experts of the model, e experts of a rank, R ranks.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from pw.blocks import BlockKey, BlockShape, ExpertGeometry, Module
+from pw.blocks import MODULES, BlockKey, BlockShape, ExpertGeometry, Module
 from pw.errors import ConfigError
+from pw.planning.planner import PlannerState
 from pw_kernels.slicing import BlockPart
 
 Biases = tuple[tuple[Tensor | None, Tensor | None], ...]
 DenseExperts = list[tuple[Tensor, Tensor]]
 
 
-@dataclass(frozen=True)
+def check_even(geometry: ExpertGeometry, size: int, *, by_expert: bool) -> None:
+    """Refuse what cannot be shared evenly.
+
+    Raises:
+        ConfigError: With the numbers.
+    """
+    count, what = geometry.down.cols, "inner columns of each expert"
+    hint = "use another --tensor-parallel-size, or --enable-expert-parallel"
+    if by_expert:
+        count, what = geometry.experts, "routed experts"
+        hint = "use another --tensor-parallel-size, or leave --enable-expert-parallel out"
+    if count % size:
+        raise ConfigError(f"{count} {what} cannot be shared evenly by {size} ranks", hint)
+
+
+def place_experts(mass: NDArray[np.floating], size: int) -> NDArray[np.int64]:
+    """Which experts the ranks hold: [L, e, R].
+
+    Args:
+        mass: [L, E] router weight that each expert got offline, in any unit.
+        size: R.
+    """
+    layers, experts = mass.shape
+    order = np.argsort(-np.nan_to_num(mass), axis=1, kind="stable")
+    placed = order.reshape(layers, experts // size, size)
+    placed[:, 1::2] = placed[:, 1::2, ::-1]  # the busiest of a group is not always on rank 0
+    return placed
+
+
+@dataclass(frozen=True, eq=False)
 class Share:
     """The part of one rank.
 
-    Raises:
-        ConfigError: The routed experts cannot be shared evenly, with the numbers.
+    Args:
+        whole: Blocks of the model.
+        rank: This one, from 0.
+        size: R.
+        placed: [L, e, R] experts of the model, by experts; None: by slices.
     """
 
-    whole: ExpertGeometry  # of the model
+    whole: ExpertGeometry
     rank: int
     size: int
-    by_expert: bool
-
-    def __post_init__(self) -> None:
-        count, what = self.whole.down.cols, "inner columns of each expert"
-        hint = "use another --tensor-parallel-size, or --enable-expert-parallel"
-        if self.by_expert:
-            count, what = self.whole.experts, "routed experts"
-            hint = "use another --tensor-parallel-size, or leave --enable-expert-parallel out"
-        if count % self.size:
-            raise ConfigError(f"{count} {what} cannot be shared evenly by {self.size} ranks", hint)
+    placed: NDArray[np.int64] | None = None
 
     @cached_property
     def geometry(self) -> ExpertGeometry:
         """The blocks of this rank; layers keep their numbers."""
-        if self.by_expert:
-            return replace(self.whole, experts=self.whole.experts // self.size)
-        gate_up, down = (BlockShape(*self.part(module).shape) for module in ("gate_up", "down"))
+        if self.placed is not None:
+            return replace(self.whole, experts=self.placed.shape[1])
+        gate_up, down = (BlockShape(*self.part(module).shape) for module in MODULES)
         return replace(self.whole, gate_up=gate_up, down=down)
-
-    @property
-    def members(self) -> list[list[int]]:
-        """For each expert of a rank the experts of the model that it is, rank by rank."""
-        each = self.geometry.experts
-        if not self.by_expert:
-            return [[expert] for expert in range(each)]
-        return [[rank * each + expert for rank in range(self.size)] for expert in range(each)]
 
     def key(self, key: BlockKey) -> BlockKey:
         """The block of the model that a block of this rank is, or is a part of."""
-        return replace(key, expert=self.members[key.expert][self.rank]) if self.by_expert else key
+        if self.placed is None:
+            return key
+        slot = self.whole.slot(key.layer)
+        return replace(key, expert=int(self.placed[slot, key.expert, self.rank]))
 
     def part(self, module: Module) -> BlockPart:
         """What this rank keeps of each of its blocks."""
         shape, inner = self.whole.shape(module), self.whole.down.cols
         rows: tuple[range, ...] = (range(shape.rows),)
         cols = range(shape.cols)
-        if not self.by_expert:
+        if self.placed is None:
             width = inner // self.size
             mine = range(self.rank * width, (self.rank + 1) * width)
             if module == "gate_up":
@@ -79,6 +106,8 @@ class Share:
                 cols = mine
         return BlockPart(shape.rows, shape.cols, rows, cols)
 
+    # -- tensors ---------------------------------------------------------------------------
+
     def biases(self, biases: Biases) -> Biases:
         """Biases of this rank's blocks: gate_up [E, 2I], down [E, H] by layer.
 
@@ -86,37 +115,84 @@ class Share:
         """
         return tuple(
             (
-                None if gate_up is None else self._rows(gate_up),
-                None if down is None else self._once(down),
+                None if gate_up is None else self._rows(slot, gate_up),
+                None if down is None else self._once(slot, down),
             )
-            for gate_up, down in biases
+            for slot, (gate_up, down) in enumerate(biases)
         )
 
     def dense(self, layers: DenseExperts) -> DenseExperts:
         """This rank's part of unquantized experts, [E, 2I, H] and [E, H, I] of each layer."""
         run = self.part("down").col_run
         return [
-            (self._rows(gate_up), self._own(down)[..., run.start : run.stop].contiguous())
-            for gate_up, down in layers
+            (self._rows(slot, gate_up), self._own(slot, down)[..., run.start : run.stop].clone())
+            for slot, (gate_up, down) in enumerate(layers)
         ]
 
     def local_ids(self, device: torch.device) -> Tensor:
-        """Number on this rank of each expert of the model, or one past the last: [E] int64."""
-        ids = torch.full((self.whole.experts,), self.geometry.experts, dtype=torch.int64)
-        for local, members in enumerate(self.members):
-            ids[members[self.rank]] = local
-        return ids.to(device)
+        """Number on this rank of each expert of the model, e if it is on another: [L, E] int64."""
+        assert self.placed is not None
+        layers, each, _ = self.placed.shape
+        ids = np.full((layers, self.whole.experts), each, dtype=np.int64)
+        np.put_along_axis(ids, self.placed[:, :, self.rank], np.arange(each)[None], axis=1)
+        return torch.from_numpy(ids).to(device)
 
-    def _own(self, tensor: Tensor) -> Tensor:
+    def _own(self, slot: int, tensor: Tensor) -> Tensor:
         """The experts of this rank, of [E, ...]."""
-        return tensor[[members[self.rank if self.by_expert else 0] for members in self.members]]
+        if self.placed is None:
+            return tensor
+        return tensor[torch.from_numpy(self.placed[slot, :, self.rank].copy()).to(tensor.device)]
 
-    def _rows(self, tensor: Tensor) -> Tensor:
+    def _rows(self, slot: int, tensor: Tensor) -> Tensor:
         """The rows of this rank's gate_up blocks, of [E, 2I, ...]."""
-        runs = self.part("gate_up").row_runs
-        return torch.cat([self._own(tensor)[:, run.start : run.stop] for run in runs], 1)
+        own, runs = self._own(slot, tensor), self.part("gate_up").row_runs
+        return torch.cat([own[:, run.start : run.stop] for run in runs], 1)
 
-    def _once(self, tensor: Tensor) -> Tensor:
+    def _once(self, slot: int, tensor: Tensor) -> Tensor:
         """What is added to a sum over the ranks: here, or on another rank."""
-        kept = self._own(tensor)
-        return kept if self.by_expert or self.rank == 0 else torch.zeros_like(kept)
+        kept = self._own(slot, tensor)
+        alone = self.placed is not None or self.rank == 0
+        return kept if alone else torch.zeros_like(kept)
+
+    # -- plans -----------------------------------------------------------------------------
+
+    def expand(self, of_rank: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Numbers of a rank's blocks [n, ...] as numbers of the model's."""
+        if self.placed is None:
+            return of_rank
+        layers, each, size = self.placed.shape
+        rest = of_rank.shape[1:]
+        numbers = of_rank.reshape(layers, each, len(MODULES), *rest)
+        out = np.empty((layers, each * size, len(MODULES), *rest), of_rank.dtype)
+        for slot, placed in enumerate(self.placed):
+            out[slot, placed.ravel()] = np.repeat(numbers[slot], size, axis=0)
+        return out.reshape(-1, *rest)
+
+    def fold(self, state: PlannerState) -> PlannerState:
+        """A planner's state of the model's blocks as one of a rank's.
+
+        Blocks that share a width do the sum of their damage and keep the highest of their floors;
+        what they cost is counted once, because each rank pays it.
+        """
+        if self.placed is None:
+            return state
+        layers, each, _ = self.placed.shape
+
+        def grouped(values: NDArray[Any]) -> NDArray[Any]:
+            """[n, ...] of the model's blocks -> [L, e, R, 2, ...]."""
+            rest = values.shape[1:]
+            by_expert = values.reshape(layers, self.whole.experts, len(MODULES), *rest)
+            by_rank: NDArray[Any] = by_expert[np.arange(layers)[:, None, None], self.placed]
+            return by_rank
+
+        count = layers * each * len(MODULES)
+        return PlannerState(
+            widths=state.widths,
+            bits=grouped(state.bits)[:, :, 0].reshape(count),
+            floors=grouped(state.floors).max(axis=2).reshape(count),
+            ceil=grouped(state.ceil)[:, :, 0].reshape(count),
+            cost_bytes=grouped(state.cost_bytes)[:, :, 0].reshape(count, -1),
+            damage=grouped(state.damage).sum(axis=2).reshape(count, -1),
+            layer_of=np.repeat(np.arange(layers), each * len(MODULES)),
+            layer_floor=state.layer_floor,
+        )

@@ -44,7 +44,7 @@ class SharedSource:
     def read_planes(self, key: BlockKey, first: int, count: int, out: NDArray[np.uint8]) -> None:
         """See `pw.memory.host_store.PlaneSource`."""
         whole = self.share.key(key)
-        if self.share.by_expert:
+        if self.share.placed is not None:
             self._source.read_planes(whole, first, count, out)
             return
         part = self.share.part(key.module)
@@ -56,7 +56,7 @@ class SharedSource:
     def read_lut(self, key: BlockKey, bits: int, out: NDArray[np.uint8]) -> None:
         """See `pw.memory.host_store.PlaneSource`."""
         whole = self.share.key(key)
-        if self.share.by_expert:
+        if self.share.placed is not None:
             self._source.read_lut(whole, bits, out)
             return
         part = self.share.part(key.module)

@@ -33,8 +33,7 @@ from pw.engine.process.wire import FrameBuffer
 from pw.errors import ConfigError, EngineLostError, PwError, StoreError
 from pw.memory.budget import MemoryPlan
 
-FOLLOWER = ("-m", "pw.engine.parallel.follower")
-_END_SECONDS = 2.0  # for a follower to end by itself
+_END_SECONDS = 5.0  # for a follower to end by itself
 _REASON_SECONDS = 1.0  # for the end of a follower to be seen after a sum has failed
 _STUCK_SECONDS = 5.0  # for a step that waits for a lost rank to give up
 _RECEIVE_BYTES = 1 << 16
@@ -46,6 +45,18 @@ def plan_digest(plan: MemoryPlan) -> str:
     """What ranks compare to see that they divide the budget alike: page ids mean the same."""
     numbers = (plan.num_pages, plan.page_bytes, plan.layouts, plan.max_model_len)
     return hashlib.blake2b(repr(numbers).encode(), digest_size=8).hexdigest()
+
+
+def launch(theirs: socket.socket) -> subprocess.Popen[bytes]:
+    """Start a follower with its end of a socket."""
+    return subprocess.Popen(
+        [sys.executable, "-P", "-m", "pw.engine.parallel.follower", str(theirs.fileno())],
+        pass_fds=(theirs.fileno(),),
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path)},
+        stdin=subprocess.DEVNULL,
+        stdout=2,  # results are rank 0's alone
+        start_new_session=True,
+    )
 
 
 class Follower:
@@ -118,14 +129,8 @@ class Team:
         threading.Thread(target=self._watch, name="pw-ranks", daemon=True).start()
 
     @classmethod
-    def start(cls, path: Path, config: EngineConfig, follower: Sequence[str] = FOLLOWER) -> Team:
-        """Start the other ranks; they load while the caller does.
-
-        Args:
-            path: The artifact.
-            config: The engine's.
-            follower: Arguments of Python that start one; the number of its socket is appended.
-        """
+    def start(cls, path: Path, config: EngineConfig) -> Team:
+        """Start the other ranks; they load while the caller does."""
         size = config.tensor_parallel_size
         folder = Path(tempfile.mkdtemp(prefix="pw-ranks-"))
         threads = max(1, torch.get_num_threads() // size)
@@ -133,15 +138,7 @@ class Team:
         for rank in range(1, size):
             ours, theirs = socket.socketpair()
             with theirs:
-                child = subprocess.Popen(
-                    [sys.executable, "-P", *follower, str(theirs.fileno())],
-                    pass_fds=(theirs.fileno(),),
-                    env=os.environ
-                    | {"PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path)},
-                    stdin=subprocess.DEVNULL,
-                    stdout=2,  # results are rank 0's alone
-                    start_new_session=True,
-                )
+                child = launch(theirs)
             ours.settimeout(config.collective_timeout)
             started.append(Follower(rank, child, ours))
             order = messages.Follow(path.resolve(), config, logs.current(), rank, folder, threads)
@@ -183,6 +180,16 @@ class Team:
         """Send the first turn, and wait until every follower has made it."""
         self.turn()
         self.host = [ready.host for ready in self._await(messages.Ready)]
+
+    @property
+    def group(self) -> RankGroup:
+        """The ranks, connected."""
+        assert self._group is not None
+        return self._group
+
+    def capture(self, most: int) -> None:
+        """Have the followers capture decode steps, while the caller does."""
+        self._send(messages.Capture(most))
 
     # -- at work ---------------------------------------------------------------------------
 

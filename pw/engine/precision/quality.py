@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from pw.config import EngineConfig, PlannerConfig
 from pw.engine.experts import RoutingCounter
+from pw.engine.parallel.share import Share
 from pw.engine.precision.statistics import ExactStatistics, LearnedStatistics, PromptStatistics
 from pw.engine.sequence import Sequence
 from pw.engine.start.sources import WeightSource
@@ -44,6 +45,7 @@ class Quality:
         routing: Decayed routing mass.
         counter: Where the experts function adds router weights.
         new_statistics: Makes the statistics of a new prompt; None = no prompt residual.
+        share: What each of several ranks holds of the blocks; None: there is one.
     """
 
     def __init__(
@@ -52,7 +54,9 @@ class Quality:
         routing: RoutingStats,
         counter: RoutingCounter,
         new_statistics: Callable[[], PromptStatistics] | None,
+        share: Share | None = None,
     ) -> None:
+        self._share = share
         self._model, self._routing, self._counter = model, routing, counter
         self._new_statistics = new_statistics
         self._eta: NDArray[np.float64] | None = None
@@ -113,7 +117,10 @@ class Quality:
 
     def state(self, bits: NDArray[np.int64], ceil: NDArray[np.int64]) -> PlannerState:
         """The planner's view of now: committed bits [n] and most bits [n]."""
-        return self._model.state(bits, ceil, self._routing.mass(), self._eta)
+        if self._share is None:
+            return self._model.state(bits, ceil, self._routing.mass(), self._eta)
+        bits, ceil = self._share.expand(bits), self._share.expand(ceil)
+        return self._share.fold(self._model.state(bits, ceil, self._routing.mass(), self._eta))
 
 
 def settle_residual(source: WeightSource, config: EngineConfig) -> EngineConfig:
@@ -137,18 +144,21 @@ def make_quality(
     config: PlannerConfig,
     counter: RoutingCounter,
     device: torch.device,
+    share: Share | None = None,
 ) -> Quality:
-    """Read the planner's tables from an artifact.
+    """Read the planner's tables from an artifact. They are of the model, the table of a share.
 
     Raises:
         StoreError: The artifact has no sensitivities, or not what `config.residual` (settled,
             not auto) needs.
     """
-    geometry = artifact.geometry
+    geometry, costs = artifact.geometry, table.cost_bytes()
+    if share is not None:
+        geometry, costs = share.whole, share.expand(costs)
     _require(artifact, "sensitivity", "pw sensitivity")
     widths = np.arange(table.min_bits, table.max_bits + 1)
     blocks = BlockTable.from_artifact(
-        artifact.table("sensitivity"), config.metric, geometry, table.cost_bytes(), widths
+        artifact.table("sensitivity"), config.metric, geometry, costs, widths
     )
     offline = None
     if artifact.has_table("routing"):
@@ -161,7 +171,7 @@ def make_quality(
         offline,
     )
     new_statistics = _statistics(artifact, config, device)
-    return Quality(DamageModel(blocks, config, offline), routing, counter, new_statistics)
+    return Quality(DamageModel(blocks, config, offline), routing, counter, new_statistics, share)
 
 
 def _statistics(

@@ -9,7 +9,7 @@ from pathlib import Path
 from pw.config import EngineConfig
 from pw.engine.experts import DenseExperts, PagedExperts, RoutedExperts, RoutingCounter
 from pw.engine.parallel.lead import LeadFixed, LeadMover, LeadRunner, LeadTable
-from pw.engine.parallel.seat import Seat
+from pw.engine.parallel.seat import Seat, by_rank, share_of
 from pw.engine.parallel.team import Team, plan_digest
 from pw.engine.precision.policies import FixedPrecision, Precision
 from pw.engine.precision.quality import Quality, make_quality
@@ -86,6 +86,8 @@ def build_parts(path: Path, config: EngineConfig) -> Parts:
         seat.reduction.connect(group.all_reduce)
         parts = _assemble(ground, team)
         team.await_ready()
+        if decodes_in_graphs(config, device):
+            parts.runner.capture(config.max_num_seqs)
     except BaseException:
         team.close()
         raise
@@ -140,21 +142,29 @@ def _load_weights(ground: Ground, trace: TraceWriter, team: Team | None) -> _Wei
     source, pool = ground.loaded.source, ground.pool
     fixed = FixedPrecision() if team is None else LeadFixed(team)
     if ground.loaded.dense is not None:
-        experts = DenseExperts(ground.loaded.dense, skeleton.activations, skeleton.biases)
-        return _Weights(experts, fixed)
+        dense = DenseExperts(ground.loaded.dense, skeleton.activations, skeleton.biases)
+        return _Weights(by_rank(dense, source, None, device), fixed)
     make_table = WeightPageTable if team is None else partial(LeadTable, team=team)
     make_mover = Mover if team is None else partial(LeadMover, team=team)
     store = ground.plane_store()
     table = make_table(source.geometry, ground.memory.layouts, ground.arena, pool, store)
     mover = make_mover(ground.arena, store, **ground.mover_settings())
     counter = quality = None
+    share = share_of(source)
     if config.policy.kind in ("adaptive", "replay"):
-        counter = RoutingCounter(source.geometry, device)
-        quality = make_quality(source, table, config.planner, counter, device)
+        counter = RoutingCounter(source.geometry if share is None else share.whole, device)
+        quality = make_quality(source, table, config.planner, counter, device, share)
     precision = start_precision(
         source, config, ground.demand, ground.memory, table, mover, pool, quality, trace, fixed
     )
+    whole = share is not None and share.placed is not None
     paged = PagedExperts(
-        table, ground.arena, skeleton.activations, skeleton.biases, source.lut_dtype, counter
+        table,
+        ground.arena,
+        skeleton.activations,
+        skeleton.biases,
+        source.lut_dtype,
+        None if whole else counter,
     )
-    return _Weights(paged, precision, table, store, mover, quality)
+    experts = by_rank(paged, source, counter, device)
+    return _Weights(experts, precision, table, store, mover, quality)

@@ -1,0 +1,84 @@
+"""Two ranks that share a model give the tokens of one. Most of it with followers as threads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pw.engine import Completion, Engine
+from pw.engine.request import SamplingParams
+from pw.errors import BudgetError, ConfigError
+from support.engines import make_artifact, open_engine, random_prompt
+from support.ranks import FollowerThread, threads
+
+__all__ = ["threads"]
+
+LENGTHS = (57, 3, 33, 1)
+GREEDY = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True, prompt_logprobs=0)
+SAMPLED = SamplingParams(temperature=0.8, seed=3, max_tokens=10, ignore_eos=True)
+TWO: dict[str, Any] = {"tensor_parallel_size": 2, "collective_timeout": 60.0}
+
+
+def answers(engine: Engine) -> list[Completion]:
+    """Prompts in chunks beside decoding sequences, greedy and sampled."""
+    prompts = [random_prompt(length, seed) for seed, length in enumerate(LENGTHS)]
+    done = engine.generate(prompts, [GREEDY, SAMPLED] * 2)
+    engine.check_integrity()
+    assert engine.status().pages_kv == 0
+    return done
+
+
+def check_same(found: list[Completion], expected: list[Completion]) -> None:
+    for one, two in zip(expected, found, strict=True):
+        assert one.token_ids == two.token_ids
+        for a, b in zip(one.prompt_logprobs, two.prompt_logprobs, strict=True):
+            assert (a is None) == (b is None)
+            if a is not None and b is not None:
+                assert a.logprob == pytest.approx(b.logprob, abs=2e-4)
+
+
+def test_two_processes_give_the_tokens_of_one(qwen: tuple[Any, Path]) -> None:
+    expected = answers(open_engine(qwen[1], "static:4"))
+    engine = open_engine(qwen[1], "static:4", **TWO)
+    team = engine._parts.team
+    assert team is not None
+    try:
+        check_same(answers(engine), expected)
+    finally:
+        engine.close()
+    assert team.followers[0].how_it_ended() is not None
+
+
+@pytest.mark.parametrize("kind", ["qwen2_moe", "mixtral", "qwen3_moe", "gpt_oss", "glm4_moe"])
+def test_two_ranks_give_the_tokens_of_one(
+    kind: str, tmp_path: Path, threads: list[FollowerThread]
+) -> None:
+    _, artifact = make_artifact(kind, tmp_path)
+    for policy in ("static:3", "dense"):
+        expected = answers(open_engine(artifact, policy))
+        engine = open_engine(artifact, policy, **TWO)
+        check_same(answers(engine), expected)
+        engine.close()
+    assert [thread.returncode for thread in threads] == [0, 0]
+
+
+def test_what_cannot_be_shared_is_refused_and_nothing_is_left(
+    qwen: tuple[Any, Path], threads: list[FollowerThread]
+) -> None:
+    with pytest.raises(ConfigError, match="2 attention heads cannot be shared evenly by 3 ranks"):
+        open_engine(qwen[1], "static:3", tensor_parallel_size=3)
+    with pytest.raises(BudgetError, match="are the least"):
+        open_engine(qwen[1], "static:3", memory_budget=100_000, **TWO)
+    for thread in threads:
+        assert not thread._thread.is_alive()
+
+
+def test_settings_that_make_no_sense_together_are_refused(qwen: tuple[Any, Path]) -> None:
+    with pytest.raises(ConfigError, match="enable_expert_parallel needs several ranks"):
+        open_engine(qwen[1], enable_expert_parallel=True)
+    with pytest.raises(ConfigError, match="residual exact needs all of an expert on one rank: 2"):
+        open_engine(qwen[1], planner_residual="exact", **TWO)
+    with pytest.raises(ConfigError, match=r"must be at least 1 .*: 0"):
+        open_engine(qwen[1], tensor_parallel_size=0)
