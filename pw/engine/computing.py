@@ -119,7 +119,8 @@ class StepComputer:
             tokens = to_host(chosen)
             if self._quality is not None:
                 self._quality.note_pass(sum(chunk.count for chunk in chunks))
-            wait_for(logits.device)
+            if at_end or scored or self._quality is not None:
+                wait_for(logits.device)
         computed.chunks += chunks
         computed.scored |= {chunk: entries() for chunk, entries in scored.items()}
         computed.ready += at_end

@@ -36,7 +36,9 @@ def bucket_sizes(most: int) -> list[int]:
 
 
 @dataclass(frozen=True)
-class _Bucket:
+class Bucket:
+    """The step of one batch size; `run` repeats it on what `inputs` holds."""
+
     inputs: DecodeInputs
     batch: DecodeBatch
     run: Step
@@ -71,6 +73,10 @@ class DecodeSteps:
         """Sequences of each bucket, ascending."""
         return self._sizes
 
+    def bucket(self, count: int) -> Bucket:
+        """The least one that holds so many sequences."""
+        return self._buckets[bisect.bisect_left(self._sizes, count)]
+
     def takes(self, chunk: Chunk) -> bool:
         """Whether a chunk is one token of an output and asks for nothing but the next."""
         if chunk.count != 1 or not chunk.samples:
@@ -81,7 +87,7 @@ class DecodeSteps:
 
     def run(self, chunks: Sequence[Chunk], experts: RoutedExperts) -> Tensor:
         """Logits [n, V] of n sequences; the next run may overwrite them."""
-        bucket = self._buckets[bisect.bisect_left(self._sizes, len(chunks))]
+        bucket = self.bucket(len(chunks))
         rows = np.array([chunk.sequence.kv_row for chunk in chunks])
         self._tables.follow(rows, np.array([chunk.start for chunk in chunks]))
         bucket.inputs.fill(chunks)
@@ -92,7 +98,7 @@ class DecodeSteps:
             experts.batch = None
 
     @torch.inference_mode()
-    def _make(self, size: int, experts: RoutedExperts, make: MakeGraph) -> _Bucket:
+    def _make(self, size: int, experts: RoutedExperts, make: MakeGraph) -> Bucket:
         device = self._skeleton.device
         inputs = DecodeInputs(size, self._kv, device)
         inputs.fill([])  # all padding: what is tried now touches no page and counts nothing
@@ -107,7 +113,7 @@ class DecodeSteps:
 
         experts.batch = batch
         try:
-            return _Bucket(inputs, batch, make(step))
+            return Bucket(inputs, batch, make(step))
         finally:
             experts.batch = None
 

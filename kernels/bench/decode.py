@@ -1,0 +1,260 @@
+"""Decode steps by calls and from CUDA graphs in one engine: checked, timed, waits counted.
+
+    python kernels/bench/decode.py                        # Qwen1.5-MoE-A2.7B, static:3 and dense
+    python kernels/bench/decode.py --policies static:3 adaptive --batches 1 8 --json out.json
+
+Weights are random, in the shape of a config. For each policy and batch size the same requests run
+twice in one engine, without graphs and with them: tokens and log-probabilities are compared, then
+decode steps are timed as their caller sees them (the median), with torch told to raise an error
+at anything that waits for the device other than the one read of a step. The device's own time is
+that of replays back to back. One table comes last.
+"""
+
+import argparse
+import gc
+import json
+import logging
+import statistics
+import tempfile
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from pw.config import EngineConfig, PrecisionPolicy, parse_bytes
+from pw.engine import Engine
+from pw.engine.request import RequestOutput, SamplingParams
+from pw.models.stand_in import write_folder
+
+CONFIGS = Path(__file__).parents[2] / "pipelines" / "recipes" / "configs"
+CHECKED = 16  # tokens of each answer compared
+REPLAYS = 50
+EAGER_STEPS = 10  # timed: they are slow
+
+
+@dataclass
+class Row:
+    """One line of the table."""
+
+    policy: str
+    batch: int
+    eager_ms: float
+    graph_ms: float
+    device_ms: float
+    equal_tokens: float  # share
+    worst_logprob: float  # greatest difference of log-probabilities while tokens are equal
+    waits: int  # steps that waited elsewhere
+    grown_bytes: int  # allocated after the steps beyond before
+
+
+@contextmanager
+def graphs(engine: Engine, on: bool) -> Iterator[None]:
+    """Decode with or without the captured steps."""
+    runner = engine._parts.runner
+    steps = runner.steps
+    runner.steps = steps if on else None
+    try:
+        yield
+    finally:
+        runner.steps = steps
+
+
+def start(engine: Engine, batch: int, prompt: int, tokens: int, seed: int) -> list[RequestOutput]:
+    """Add requests and step until all of them decode; outputs so far."""
+    rng = np.random.default_rng(seed)
+    params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, logprobs=0)
+    for number, ids in enumerate(rng.integers(100, 5000, size=(batch, prompt)).tolist()):
+        engine.add_request(f"bench-{number}", ids, params)
+    outputs, waiting = [], {f"bench-{number}" for number in range(batch)}
+    while waiting:
+        for output in engine.step():
+            if output.error is not None:
+                raise RuntimeError(output.error)
+            outputs.append(output)
+            waiting.discard(output.request_id)
+    return outputs
+
+
+def answers(
+    engine: Engine, batch: int, prompt: int, *, on: bool
+) -> list[tuple[list[int], list[float]]]:
+    """Tokens and log-probabilities of a batch."""
+    with graphs(engine, on):
+        outputs = start(engine, batch, prompt, CHECKED, seed=batch)
+        while engine.has_work():
+            outputs += engine.step()
+    engine.reset_prefix_cache()
+    found: list[tuple[list[int], list[float]]] = [([], []) for _ in range(batch)]
+    for output in outputs:
+        tokens, logprobs = found[int(output.request_id.removeprefix("bench-"))]
+        tokens += output.token_ids
+        logprobs += [entry.logprob for entry in output.logprobs]
+    return found
+
+
+def differences(engine: Engine, batch: int, prompt: int) -> tuple[float, float]:
+    """Share of equal tokens, and the worst difference of log-probabilities before one differs."""
+    eager, captured = (answers(engine, batch, prompt, on=on) for on in (False, True))
+    same, worst = 0, 0.0
+    for (mine, my_logprobs), (its, its_logprobs) in zip(captured, eager, strict=True):
+        for a, b, p, q in zip(mine, its, my_logprobs, its_logprobs, strict=True):
+            if a != b:
+                break
+            same += 1
+            worst = max(worst, abs(p - q))
+    return same / (batch * CHECKED), worst
+
+
+def count_waits(engine: Engine, steps: int = 8) -> int:
+    """Times that torch waited for the device in so many steps, the read of the tokens left out."""
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(steps):
+                engine.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    waits = [str(warning.message).splitlines()[0] for warning in caught]
+    for message in sorted(set(waits)):
+        print(f"  waited {waits.count(message)} times: {message}")
+    return len(waits)
+
+
+def device_milliseconds(engine: Engine, batch: int) -> float:
+    """Of one captured step, replayed back to back on what its last step left."""
+    steps = engine._parts.runner.steps
+    assert steps is not None
+    bucket = steps.bucket(batch)
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    with torch.inference_mode():
+        bucket.run()
+        begin.record()
+        for _ in range(REPLAYS):
+            bucket.run()
+        end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / REPLAYS
+
+
+def measure(engine: Engine, policy: str, batch: int, prompt: int, steps: int) -> Row:
+    """One line of the table."""
+    equal, worst = differences(engine, batch, prompt)
+    with requests_running(engine, batch, prompt, EAGER_STEPS, on=False) as eager:
+        pass
+    with requests_running(engine, batch, prompt, steps, on=True) as captured:
+        before = torch.cuda.memory_allocated()
+        waits = count_waits(engine)
+        grown = torch.cuda.memory_allocated() - before
+        device = device_milliseconds(engine, batch)
+    return Row(
+        policy,
+        batch,
+        statistics.median(eager),
+        statistics.median(captured),
+        device,
+        equal,
+        worst,
+        waits,
+        grown,
+    )
+
+
+@contextmanager
+def requests_running(
+    engine: Engine, batch: int, prompt: int, steps: int, *, on: bool
+) -> Iterator[list[float]]:
+    """Milliseconds of decode steps, by the caller's clock; their requests go on inside."""
+    warm, rest = 5, 16
+    times = []
+    with graphs(engine, on):
+        start(engine, batch, prompt, warm + steps + rest, seed=1000 + batch)
+        for number in range(warm + steps):
+            begin = time.perf_counter()
+            engine.step()
+            if number >= warm:
+                times.append((time.perf_counter() - begin) * 1e3)
+        yield times
+        for number in range(batch):
+            engine.abort(f"bench-{number}")
+        engine.reset_prefix_cache()
+
+
+def table(rows: list[Row]) -> str:
+    """The rows for reading."""
+    lines = [
+        "| policy | T | by calls, ms | graphs, ms | device alone, ms | tokens/s | equal tokens "
+        "| worst logprob difference | waits | bytes grown |",
+        "|" + "---|" * 10,
+    ]
+    lines += [
+        f"| {row.policy} | {row.batch} | {row.eager_ms:.2f} | {row.graph_ms:.3f} "
+        f"| {row.device_ms:.3f} | {row.batch / row.graph_ms * 1e3:.0f} "
+        f"| {row.equal_tokens:.1%} | {row.worst_logprob:.1e} | {row.waits} "
+        f"| {row.grown_bytes} |"
+        for row in rows
+    ]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Check and measure, policy by policy; an engine at a time."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", default="qwen1.5-moe-a2.7b", help="of pipelines/recipes/configs")
+    parser.add_argument("--policies", nargs="+", default=["static:3", "dense"])
+    parser.add_argument("--batches", nargs="+", type=int, default=[1, 4, 8, 32])
+    parser.add_argument("--prompt", type=int, default=128, help="tokens")
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--memory-budget", default="60GiB")
+    parser.add_argument("--max-model-len", type=int, default=8192)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary) / "model"
+        write_folder(CONFIGS / f"{options.model}.json", folder, {})
+        for policy in options.policies:
+            began = time.perf_counter()
+            engine = Engine.from_artifact(
+                folder,
+                EngineConfig(
+                    memory_budget=parse_bytes(options.memory_budget),
+                    policy=PrecisionPolicy.parse(policy),
+                    device="cuda",
+                    load_format="dummy",
+                    max_num_seqs=max(options.batches),
+                    max_model_len=options.max_model_len,
+                ),
+            )
+            print(f"{policy}: started in {time.perf_counter() - began:.1f} s")
+            if engine._parts.runner.steps is None:
+                raise SystemExit(f"{policy}: nothing was captured, see the warning above")
+            for batch in options.batches:
+                rows.append(measure(engine, policy, batch, options.prompt, options.steps))
+                print(table(rows[-1:]).splitlines()[-1], flush=True)
+            engine.close()
+            del engine
+            gc.collect()
+            torch.cuda.empty_cache()
+    if options.json:
+        about = {
+            "gpu": torch.cuda.get_device_name(),
+            "torch": torch.__version__,
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            "options": {key: str(value) for key, value in vars(options).items()},
+        }
+        options.json.write_text(json.dumps(about | {"rows": [asdict(row) for row in rows]}))
+    print(table(rows))
+
+
+if __name__ == "__main__":
+    main()
