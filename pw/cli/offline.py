@@ -355,7 +355,7 @@ def _print_tuned(report: TuneReport) -> None:
         f"  predicted rise of the loss there {report.damage_before:+.5f} before, "
         f"{report.damage_after:+.5f} after, nats a token"
     )
-    print(f"next: `pw fit-residuals {report.path}`, `pw serve {report.path}`")
+    print(f"next: `pw serve {report.path}`")
 
 
 def fit_residuals(artifact: Artifact, common: Common, overwrite: Overwrite = False) -> None:

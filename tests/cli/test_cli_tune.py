@@ -11,7 +11,7 @@ def test_tune_says_what_it_made_and_inspect_for_which_widths(made: Made, tmp_pat
     done = run("tune", str(made.artifact), "-o", str(out), "--bits", "2.5")
     assert done.code == 0, done.err
     assert f"{out}: tuned for the bytes of 2.5 bits: " in done.out
-    assert f"pw fit-residuals {out}" in done.out
+    assert f"pw serve {out}" in done.out
     assert "quantize: 12 blocks" in done.err
     again = run("tune", str(made.artifact), "-o", str(out), "--bits", "2.5", "--json", "-q")
     report = json.loads(again.out)
