@@ -24,7 +24,7 @@ from pw.evaluation.lab.model import Bits
 from pw.evaluation.lab.online import Stream, online_bits, streams
 from pw.evaluation.lab.planned import ProductPlanner
 from pw.evaluation.lab.room import Room
-from pw.evaluation.lab.studies.common import Row, interval, markdown, show
+from pw.evaluation.lab.studies.common import Row, interval, pivot, show
 from pw.evaluation.lab.studies.shift import LENGTHS
 
 BUDGETS = (2.5, 3.0, 3.5)
@@ -137,19 +137,14 @@ def _lut_blind(room: Room, product: Callable[..., Plans]) -> Plans:
 
 
 def tables(result: dict[str, Any]) -> str:
-    """Markdown."""
-    head = ("bits", "variant", "KL", "KL over full [95 %]", "NLL over BF16", "NLL over full [95 %]")
-    rows = [
-        (row["budget_bits"], row["variant"], row["failed"], "-", "-", "-")
-        if "failed" in row
-        else (
-            row["budget_bits"],
-            row["variant"],
-            f"{row['kl']['mean']:.4f}",
-            show(row["kl_over_full"]),
-            f"{row['nll']['mean']:+.4f}",
-            show(row["nll_over_full"]),
-        )
-        for row in result["rows"]
-    ]
-    return markdown(head, rows)
+    """Markdown: divergence, then loss, of every variant at every budget."""
+    parts = []
+    for title, name in (("KL", "kl"), ("NLL over BF16", "nll")):
+
+        def cell(row: Row, name: str = name) -> str:
+            over = "" if row["variant"] == FULL else f", {show(row[f'{name}_over_full'])}"
+            return f"{row[name]['mean']:.4f}{over}"
+
+        parts.append(f"{title}, and its distance from the full planner's [95 %]")
+        parts.append(pivot(result["rows"], "variant", "budget_bits", cell, "variant"))
+    return "\n\n".join(parts)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -57,6 +57,17 @@ def compared(scores: Scores, dense: Scores, uniform: Scores) -> Row:
         "won_back": round(won / lost, 4) if lost > 0 else None,
         "won_back_kl": round(1 - float(scores.kl.mean() / uniform.kl.mean()), 4),
     }
+
+
+def pivot(
+    rows: Sequence[Row], down: str, across: str, cell: Callable[[Row], str], corner: str
+) -> str:
+    """A table with the values of one key down and of another across; rows that failed say so."""
+    names = list(dict.fromkeys(row[down] for row in rows))
+    places = list(dict.fromkeys(row[across] for row in rows))
+    found = {(row[down], row[across]): "-" if "failed" in row else cell(row) for row in rows}
+    lines = [[name, *(found.get((name, place), "-") for place in places)] for name in names]
+    return markdown([corner, *(f"{place:g} bits" for place in places)], lines)
 
 
 def show(row: Row) -> str:

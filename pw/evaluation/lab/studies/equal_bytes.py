@@ -17,7 +17,15 @@ from pw.evaluation.lab.damage_scores import Floats
 from pw.evaluation.lab.model import Bits
 from pw.evaluation.lab.planned import ProductPlanner
 from pw.evaluation.lab.room import BUDGETS, Room
-from pw.evaluation.lab.studies.common import Row, compared, interval, markdown, show, size
+from pw.evaluation.lab.studies.common import (
+    Row,
+    compared,
+    interval,
+    markdown,
+    pivot,
+    show,
+    size,
+)
 from pw.evaluation.lab.texts import read_documents, spread_windows
 
 PRODUCT = "PagedWeight, static start"
@@ -135,23 +143,39 @@ def _dense(room: Room) -> Row:
 
 
 def tables(result: dict[str, Any]) -> str:
-    """Markdown."""
-    head = (
-        "bits", "method", "bytes %", "as at K = 2048", "ppl", "NLL over BF16 [95 %]",
-        "NLL over uniform [95 %]", "won back %", "KL", "PagedWeight over it [95 %]",
-        "other text: PagedWeight over it",
-    )  # fmt: skip
-    return markdown(head, [_cells(row) for row in result["rows"]])
+    """Markdown: loss, and the product's distance from each method, at every budget; then the rest.
+
+    Methods that were scored at one budget alone come last.
+    """
+    many = [row for row in result["rows"] if row["method"] in (*MAIN, *CONTROLS)]
+    few = [row for row in result["rows"] if row["method"] in MORE]
+    other = [row for row in many if "other" in row]
+    parts = [
+        "NLL over BF16 (share of the blind steps' loss won back; KL)",
+        pivot(many, "method", "budget_bits", _loss, "method"),
+        "NLL of PagedWeight over the method's [95 %]",
+        pivot(many, "method", "budget_bits", lambda row: show(row["product_over_it"]), "method"),
+    ]
+    if other:
+        parts += [
+            "The same on the other text",
+            pivot(
+                other,
+                "method",
+                "budget_bits",
+                lambda row: show(row["other"]["product_over_it"]),
+                "method",
+            ),
+        ]
+    head = ("bits", "method", "NLL over BF16 (won back; KL)", "PagedWeight over it [95 %]")
+    rows = [
+        (f"{row['budget_bits']:g}", row["method"], _loss(row), show(row["product_over_it"]))
+        for row in few
+        if "failed" not in row
+    ]
+    return "\n\n".join([*parts, "Other scores", markdown(head, rows)])
 
 
-def _cells(row: Row) -> tuple[object, ...]:
-    if "failed" in row:
-        return (row["budget_bits"], row["method"], row["failed"], *["-"] * 8)
-    won = row["won_back"]
-    return (
-        row["budget_bits"], row["method"], f"{100 * row['share']:.1f}",
-        f"{100 * row['share_long_rows']:.1f}", f"{row['perplexity']:.3f}", show(row["nll"]),
-        show(row["nll_over_uniform"]), "-" if won is None else f"{100 * won:.0f}",
-        f"{row['kl']['mean']:.4f}", show(row["product_over_it"]),
-        show(row["other"]["product_over_it"]) if "other" in row else "-",
-    )  # fmt: skip
+def _loss(row: Row) -> str:
+    won = "-" if row["won_back"] is None else f"{100 * row['won_back']:.0f} %"
+    return f"{row['nll']['mean']:+.4f} ({won}; {row['kl']['mean']:.4f})"
