@@ -37,6 +37,7 @@ def read_config(context: typer.Context, file: Path | None) -> Path | None:
     names = {
         spelling.lstrip("-").replace("-", "_"): str(parameter.name)
         for parameter in context.command.params
+        if parameter.name not in ("config", "help")
         for spelling in (*parameter.opts, str(parameter.name))
     }
     context.default_map = {
@@ -50,7 +51,7 @@ def read_config(context: typer.Context, file: Path | None) -> Path | None:
 def _name(key: str, names: dict[str, str], file: Path) -> str:
     """The parameter that a key means."""
     known = names.get(key.replace("-", "_"))
-    if known is not None and known not in ("config", "help"):
+    if known is not None:
         return known
     near = difflib.get_close_matches(key.replace("-", "_"), names, n=1)
     hint = f" Did you mean '{near[0].replace('_', '-')}'?" if near else ""
