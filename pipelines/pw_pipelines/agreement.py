@@ -17,7 +17,7 @@ from torch import Tensor
 
 from pw.blocks import MODULES
 from pw.models.dequantized import DequantizedBlocks
-from pw_pipelines.observation import ObservedModel
+from pw_pipelines.observation import ObservedModel, trim
 from pw_pipelines.progress import Progress
 
 _BLOCKS = 24
@@ -51,6 +51,7 @@ def measure_agreement(
     keys = [geometry.key(int(index)) for index in np.sort(drawn)]
     text = windows[: max(1, _TOKENS // windows.shape[1])]
     bits = blocks.widths[0]
+    trim()
     with progress.stage("agreement", model.layers, "layers") as advance:
         changes = {key: partial(blocks.weight, key, bits) for key in keys}
         reference, changed = model.branches(text, changes, advance)

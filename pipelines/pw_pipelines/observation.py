@@ -10,6 +10,7 @@ Axes: P windows, B windows of a batch, S tokens of a window, H hidden, V vocabul
 
 from __future__ import annotations
 
+import ctypes
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -59,6 +60,7 @@ class ObservedModel:
         cache_bytes: int | None = None,
     ) -> None:
         gc.collect()  # an earlier stage's model: its layers and what they call hold each other
+        trim()
         self.device = torch.device(device)
         self.geometry = checkpoint.geometry
         self._dtype = torch.float32 if self.device.type == "cpu" else checkpoint.weight_dtype
@@ -194,6 +196,7 @@ class ObservedModel:
                 with self._watched(None, {key: weight}.get):
                     branches[key] = self._layer(layer, ids, states, kv), kv
             states = self._layer(layer, ids, states, shared)
+            trim()
             advance(1)
         return states, {key: state for key, (state, _) in branches.items()}
 
@@ -300,6 +303,17 @@ class ObservedModel:
             experts.observer, experts.weight = None, self._original
 
 
+def trim() -> None:
+    """Give freed memory back to the system, where the C library can.
+
+    Tensors of some megabytes come and go by the thousand and leave holes; layer upon layer they
+    add up to gigabytes that are nobody's.
+    """
+    release = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if release is not None:
+        release(0)
+
+
 def _cache_bytes(device: torch.device) -> int:
     """For layers that are kept: reading them again takes as long as computing on a GPU."""
     if device.type != "cuda":
@@ -327,6 +341,7 @@ class _Steps:
 
     def finish(self) -> None:
         """Record a step."""
+        trim()
         self._count += 1
         if self._savepoint is not None:
             self._savepoint.save(self._count, self._measured())
