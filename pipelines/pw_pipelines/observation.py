@@ -36,7 +36,7 @@ AfterLayer = Callable[[int], None]  # told that observers have seen all of a lay
 CPU = torch.device("cpu")
 
 _TOKENS_PER_BATCH = {"cpu": 1 << 11, "cuda": 1 << 14}  # a GPU wants few and large products
-_LOGITS_AT_ONCE = 1 << 25
+_LOGITS_AT_ONCE = 1 << 24
 _CACHE_BYTES = 1 << 28  # a model of this size is read from disk once
 _CACHE_SHARE = 0.3  # of a GPU's free memory, for the same
 

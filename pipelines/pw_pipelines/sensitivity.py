@@ -41,7 +41,7 @@ STAGE = "sensitivity"
 METRICS = ("output_gradient", "hessian")
 
 # Of decoded errors of a layer kept between batches: on a GPU all of a large model's.
-_CACHE_BYTES = {"cpu": 1 << 29, "cuda": 1 << 34}
+_CACHE_BYTES = {"cpu": 1 << 28, "cuda": 1 << 34}
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("pw_kernels",),
     ("pw",),  # the shared nouns: pw.blocks, pw.errors, pw.config
     ("pw.store",),
-    ("pw.models",),
-    ("pw.memory", "pw.planning", "pw_pipelines"),
+    ("pw.models", "pw.planning"),
+    ("pw.memory", "pw_pipelines"),
     ("pw.engine",),
     ("pw.serving", "pw.evaluation"),
     ("pw.cli", "pw.__main__"),
