@@ -17,6 +17,7 @@ from pw.engine.sequence import Chunk
 from pw.engine.transfer import to_device
 from pw.memory.kv_cache import GroupBatch, KvCache
 from pw_kernels.dispatch import paged_attention, write_kv
+from pw_kernels.step import rotate_store
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,35 @@ class StepBatch:
             for i, chunk in enumerate(chunks)
             if chunk.is_prompt
         ]
+
+    def store_rotated(
+        self,
+        layer: int,
+        qkv: Tensor,  # [T, (Hq + 2 Hkv) D]
+        cos: Tensor,  # [T, D]
+        sin: Tensor,  # [T, D]
+        *,
+        head_size: int,
+        norm: Tensor | None,
+        epsilon: float,
+    ) -> Tensor:
+        """Queries [T, Hq, D], rotated; keys and values go where `attend` finds them.
+
+        See `pw_kernels.step.rotate_store`.
+        """
+        number, position = self._kv.place(layer)
+        pages, slots = self._kv.layer_pages(layer), self._groups[number].slots[position]
+        return rotate_store(
+            qkv,
+            cos,
+            sin,
+            pages.keys,
+            pages.values,
+            slots,
+            head_size=head_size,
+            norm=norm,
+            epsilon=epsilon,
+        )
 
     def attend(
         self,

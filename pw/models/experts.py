@@ -95,6 +95,11 @@ def to_module_layout(weights: Tensor, module: Any, block: Module) -> Tensor:
     return weights.transpose(1, 2) if module.is_transposed else weights
 
 
+def activation_name(module: nn.Module) -> str | None:
+    """What the kernels call an activation; None if they do not know it."""
+    return _ACTIVATIONS.get(type(module).__name__)
+
+
 def activation_of(module: Any) -> Activation:
     """The gated activation of an experts module.
 
@@ -104,8 +109,7 @@ def activation_of(module: Any) -> Activation:
     """
     apply_gate = type(module)._apply_gate
     if apply_gate.__name__ == "_default_apply_gate":
-        activation = module.act_fn
-        name = _ACTIVATIONS.get(type(activation).__name__)
+        name = activation_name(module.act_fn)
         if name is not None:
             return name
     if module.is_concatenated:

@@ -3,8 +3,9 @@
 transformers spends most of a small decode step in Python. For the model types below, whose layers
 are `x += attention(norm(x)); x += mlp(norm(x))`, this module runs the same weights in one loop:
 projections that read the same input are one matrix product, residual sums ride on the product that
-feeds them, norms take fewer calls, masks and caches are not asked for. It is used only after it
-gave the general path's result on a probe; every other model keeps the general path.
+feeds them, norms take fewer calls, masks and caches are not asked for. On a GPU the small parts are
+one kernel each (`pw_kernels.step`). It is used only after it gave the general path's result on a
+probe; every other model keeps the general path (`pw.models.fusion`, `pw.models.routers`).
 
 Axes: T tokens, H hidden, Hq query heads, Hkv key heads, D head size, I inner, E experts.
 """
@@ -12,7 +13,7 @@ Axes: T tokens, H hidden, Hq query heads, Hkv key heads, D head size, I inner, E
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,11 +21,13 @@ from torch import Tensor, nn
 from torch.nn.functional import embedding, linear, rms_norm, silu
 
 from pw.models.attention import AttentionBinding, AttentionContext
-from pw.models.experts import expert_modules
+from pw.models.experts import activation_name
+from pw.models.fusion import concatenate
+from pw.models.probing import TOLERANCE, Forward, probe_logits, relative_difference
+from pw.models.routers import Route, fused_route
+from pw_kernels import step
 
 MODEL_TYPES = ("qwen2_moe", "qwen3_moe", "mixtral")
-_TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}  # of the norm
-_PROBE_TOKENS = 6
 _log = logging.getLogger(__name__)
 
 
@@ -43,6 +46,11 @@ class FlatDecoder:
         signs[:half] = -1  # rotate_half(x) * sin = roll(x, D/2) * (signs * sin)
         self._signs = signs
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of weights and activations."""
+        return self._head.dtype
+
     def __call__(
         self, input_ids: Tensor, positions: Tensor, context: AttentionContext, keep: Tensor
     ) -> Tensor:
@@ -55,9 +63,9 @@ class FlatDecoder:
         """See `Skeleton.hidden`."""
         x = embedding(input_ids, self._embedding)
         cos, sin = self._rotary(x, positions.unsqueeze(0))  # [1, T, D]
-        cos, sin = cos.transpose(0, 1), (sin * self._signs).transpose(0, 1)  # [T, 1, D]
+        turn = _Turn(cos[0], sin[0], self._signs)
         for layer in self._layers:
-            x = layer(x, cos, sin, context)
+            x = layer(x, turn, context)
         return self._norm(x.index_select(0, keep))
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -83,8 +91,33 @@ class _Norm:
         return rms_norm(x, self._shape, self._weight, self._epsilon)
 
 
+class _Turn:
+    """The angles of a step's tokens.
+
+    Attributes:
+        cos: [T, D].
+        sin: [T, D].
+    """
+
+    def __init__(self, cos: Tensor, sin: Tensor, signs: Tensor) -> None:
+        self.cos, self.sin, self._signs = cos, sin, signs
+        self._factors: tuple[Tensor, Tensor] | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Heads [T, n, D], turned: rotate_half(x) * sin = roll(x, D/2) * (signs * sin)."""
+        if self._factors is None:
+            self._factors = (self.cos[:, None], (self.sin * self._signs)[:, None])
+        cos, sin = self._factors
+        return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
+
+
 class _Layer:
-    """One decoder layer on x [T, H]."""
+    """One decoder layer on x [T, H].
+
+    Attributes:
+        stores: Rotate and store keys by one kernel, where the context offers it: on a GPU. A CPU
+            takes fewer calls without.
+    """
 
     def __init__(self, layer: Any) -> None:
         attention = layer.self_attn
@@ -93,36 +126,63 @@ class _Layer:
         self._scale = float(attention.scaling)
         self._input_norm = _Norm(layer.input_layernorm)
         self._output_norm = _Norm(layer.post_attention_layernorm)
-        self._qkv = _fuse([attention.q_proj, attention.k_proj, attention.v_proj])
+        self._qkv = concatenate([attention.q_proj, attention.k_proj, attention.v_proj])
+        self.stores = self._qkv[0].device.type == "cuda"
         self._q_heads = attention.q_proj.out_features // self.head_dim
         self._kv_heads = attention.k_proj.out_features // self.head_dim
-        self._rotated = (self._q_heads + self._kv_heads) * self.head_dim
-        self._head_norm = _head_norm(attention, self._q_heads, self._kv_heads)
+        self._outputs = (self._q_heads + 2 * self._kv_heads) * self.head_dim
+        self._padded = len(self._qkv[0]) > self._outputs
+        self._head_norm = (
+            _HeadNorm(attention, self._q_heads, self._kv_heads)
+            if hasattr(attention, "q_norm")
+            else None
+        )
         self._out = _Residual(attention.o_proj)
         self._mlp: _Moe | _Mlp = (
             _Moe(layer.mlp) if hasattr(layer.mlp, "experts") else _Mlp(layer.mlp)
         )
 
-    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, context: AttentionContext) -> Tensor:
-        size, count = self.head_dim, x.shape[0]
+    def __call__(self, x: Tensor, turn: _Turn, context: AttentionContext) -> Tensor:
         qkv = linear(self._input_norm(x), *self._qkv)
-        qk = qkv[:, : self._rotated].view(count, -1, size)  # [T, Hq + Hkv, D]
-        if self._head_norm is not None:
-            qk = self._head_norm(qk)
-        qk = torch.addcmul(qk * cos, qk.roll(size // 2, -1), sin)
+        if self._padded:
+            qkv = qkv[:, : self._outputs]
+        store = getattr(context, "store_rotated", None) if self.stores else None
+        if store is None:
+            q, k, v = self._rotate(qkv, turn)
+        else:
+            norm = self._head_norm
+            q = k = v = store(  # keys and values are in their pages already
+                self._binding.layer,
+                qkv,
+                turn.cos,
+                turn.sin,
+                head_size=self.head_dim,
+                norm=None if norm is None else norm.weight,
+                epsilon=0.0 if norm is None else norm.epsilon,
+            )
         out = context.attend(
             self._binding.layer,
-            qk[:, : self._q_heads],
-            qk[:, self._q_heads :],
-            qkv[:, self._rotated :].view(count, self._kv_heads, size),
-            write=True,
+            q,
+            k,
+            v,
+            write=store is None,
             scale=self._scale,
             window=self._binding.window,
             softcap=None,
             sinks=None,
         )
-        x = self._out(x, out.reshape(count, -1))
+        x = self._out(x, out.reshape(len(x), -1))
         return self._mlp(x, self._output_norm(x))
+
+    def _rotate(self, qkv: Tensor, turn: _Turn) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [T, Hq, D], keys and values [T, Hkv, D] of a joint product."""
+        heads = qkv.view(len(qkv), -1, self.head_dim)
+        split = self._q_heads + self._kv_heads
+        qk = heads[:, :split]
+        if self._head_norm is not None:
+            qk = self._head_norm(qk)
+        qk = turn(qk)
+        return qk[:, : self._q_heads], qk[:, self._q_heads :], heads[:, split:]
 
 
 class _Residual:
@@ -140,17 +200,37 @@ class _Residual:
         return out if self._bias is None else out + self._bias
 
 
+class _Gated:
+    """act(gate(y)) * up(y), the two projections, and another of the same input, as one product."""
+
+    def __init__(self, module: Any, other: Any = None) -> None:
+        maps = [module.gate_proj, module.up_proj, *([] if other is None else [other])]
+        self._in = concatenate(maps)
+        self._inner = module.gate_proj.out_features
+        rest = len(self._in[0]) - 2 * self._inner  # of the other map, and padding
+        self._sizes = [self._inner, self._inner, *([rest] if rest else [])]
+        name = activation_name(module.act_fn)
+        self._kernel = name if self._in[0].device.type == "cuda" else None
+        self._function: Callable[[Tensor], Tensor] = silu if name == "silu" else module.act_fn
+
+    def __call__(self, y: Tensor) -> tuple[Tensor, Tensor]:
+        """[T, I], and what the other projection gave, if there is one, [T, 1 or more]."""
+        product = linear(y, *self._in)
+        parts = torch.split(product, self._sizes, -1)
+        if self._kernel is not None:
+            return step.gate(product, self._inner, self._kernel), parts[-1]
+        return self._function(parts[0]) * parts[1], parts[-1]
+
+
 class _Mlp:
     """Gated MLP with its residual."""
 
     def __init__(self, module: Any) -> None:
-        self._gate_up = _fuse([module.gate_proj, module.up_proj])
-        self._activation = _activation(module.act_fn)
+        self._gated = _Gated(module)
         self._down = _Residual(module.down_proj)
 
     def __call__(self, x: Tensor, normed: Tensor) -> Tensor:
-        gate, up = linear(normed, *self._gate_up).chunk(2, -1)
-        return self._down(x, self._activation(gate) * up)
+        return self._down(x, self._gated(normed)[0])
 
 
 class _Moe:
@@ -158,35 +238,41 @@ class _Moe:
 
     def __init__(self, block: Any) -> None:
         self._router: Callable[[Tensor], tuple[Tensor, Tensor, Tensor]] = block.gate.forward
+        self._route: Route | None = None  # the same as one kernel
+        if block.gate.weight.device.type == "cuda":
+            self._route = fused_route(block.gate, block.experts.gate_up_proj.dtype)
         self._experts = block.experts
         self._reduce = _reduction(block.experts)
         self._shared = _Shared(block) if hasattr(block, "shared_expert") else None
 
     def __call__(self, x: Tensor, normed: Tensor) -> Tensor:
-        _, weights, ids = self._router(normed)
+        if self._route is not None:
+            ids, weights = self._route(normed)
+        else:
+            _, weights, ids = self._router(normed)
         experts = self._experts
         routed: Tensor = experts.pw_experts(experts.pw_slot, experts, normed, ids, weights)
+        if self._shared is None:
+            return x + (routed if self._reduce is None else self._reduce(routed))
+        shared, share = self._shared(normed)
         if self._reduce is not None:  # one sum over the ranks for all that is added to x
-            partial = routed if self._shared is None else self._shared(routed, normed)
-            return x + self._reduce(partial)
-        x = x + routed
-        return x if self._shared is None else self._shared(x, normed)
+            return x + self._reduce(torch.addcmul(routed, share.sigmoid(), shared))
+        if self._route is None:
+            return torch.addcmul(x + routed, share.sigmoid(), shared)
+        return step.join(x, routed, shared, share)
 
 
 class _Shared:
-    """`x + sigmoid(gate(y)) * mlp(y)`; its three projections of y are one product."""
+    """A shared expert and the gate of its share; its three projections are one product."""
 
     def __init__(self, block: Any) -> None:
-        expert = block.shared_expert
-        self._in = _fuse([expert.gate_proj, expert.up_proj, block.shared_expert_gate])
-        self._sizes = [expert.gate_proj.out_features, expert.up_proj.out_features, 1]
-        self._activation = _activation(expert.act_fn)
-        self._down: Tensor = expert.down_proj.weight
+        self._gated = _Gated(block.shared_expert, block.shared_expert_gate)
+        self._down: Tensor = block.shared_expert.down_proj.weight
 
-    def __call__(self, x: Tensor, normed: Tensor) -> Tensor:
-        gate, up, share = torch.split(linear(normed, *self._in), self._sizes, -1)
-        out = linear(self._activation(gate) * up, self._down)
-        return torch.addcmul(x, share.sigmoid(), out)
+    def __call__(self, normed: Tensor) -> tuple[Tensor, Tensor]:
+        """Output [T, H] and share [T, 1] before the sigmoid."""
+        gated, share = self._gated(normed)
+        return linear(gated, self._down), share if share.shape[1] == 1 else share[:, :1]
 
 
 def _reduction(module: nn.Module) -> Callable[[Tensor], Tensor] | None:
@@ -194,53 +280,25 @@ def _reduction(module: nn.Module) -> Callable[[Tensor], Tensor] | None:
     return module.__dict__.get("pw_reduce")
 
 
-def _head_norm(attention: Any, q_heads: int, kv_heads: int) -> Callable[[Tensor], Tensor] | None:
-    """Norm of every query and key head, [T, Hq + Hkv, D] -> same; None where there is none."""
-    if not hasattr(attention, "q_norm"):
-        return None
-    weights = [attention.q_norm.weight] * q_heads + [attention.k_norm.weight] * kv_heads
-    weight = torch.stack(weights)  # [Hq + Hkv, D]
-    shape, epsilon = (weight.shape[1],), float(attention.q_norm.variance_epsilon)
-    return lambda qk: rms_norm(qk, shape, None, epsilon) * weight
+class _HeadNorm:
+    """Norm of every query and key head.
+
+    Attributes:
+        weight: [Hq + Hkv, D].
+        epsilon: Added to the mean square.
+    """
+
+    def __init__(self, attention: Any, q_heads: int, kv_heads: int) -> None:
+        weights = [attention.q_norm.weight] * q_heads + [attention.k_norm.weight] * kv_heads
+        self.weight = torch.stack(weights)
+        self.epsilon = float(attention.q_norm.variance_epsilon)
+
+    def __call__(self, qk: Tensor) -> Tensor:
+        """[T, Hq + Hkv, D] -> same."""
+        return rms_norm(qk, (self.weight.shape[1],), None, self.epsilon) * self.weight
 
 
-def _activation(module: nn.Module) -> Callable[[Tensor], Tensor]:
-    return silu if type(module).__name__ in ("SiLU", "SiLUActivation") else module
-
-
-def _fuse(modules: Sequence[Any]) -> tuple[Tensor, Tensor | None]:
-    """One weight and bias for linear maps of the same input, whose own become views of it."""
-    sizes = [module.out_features for module in modules]
-    if modules[0].weight.stride(0) == 1:  # stored by column, and so shall be the whole
-        weight = torch.cat([module.weight.t() for module in modules], dim=1).t()
-    else:
-        weight = torch.cat([module.weight for module in modules])
-    for module, part in zip(modules, torch.split(weight, sizes), strict=True):
-        module.weight = nn.Parameter(part, requires_grad=False)
-    if modules[0].bias is None:
-        return weight, None
-    bias = torch.cat([module.bias for module in modules])
-    for module, part in zip(modules, torch.split(bias, sizes), strict=True):
-        module.bias = nn.Parameter(part, requires_grad=False)
-    return weight, bias
-
-
-class _ProbeContext:
-    """Attention that needs no history: each query takes the mean of its token's values."""
-
-    def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, **_: Any
-    ) -> Tensor:
-        """Depends on q, k, v, scale and layer, so that a mix-up of any shows."""
-        groups = q.shape[1] // k.shape[1]
-        keys, values = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
-        score = (q * keys).sum(-1, keepdim=True) * scale
-        return values * (score.sigmoid() + 0.1 * layer)
-
-
-def flat_decoder(
-    model: Any, general: Callable[[Tensor, Tensor, AttentionContext, Tensor], Tensor]
-) -> FlatDecoder | None:
+def flat_decoder(model: Any, general: Forward) -> FlatDecoder | None:
     """The flat pass of a loaded skeleton's model, if its type has one and the probe agrees.
 
     Args:
@@ -251,39 +309,14 @@ def flat_decoder(
         return None
     try:
         flat = FlatDecoder(model)
-        difference = _difference(model, flat, general)
+        expected, found = probe_logits(model, general, flat)
+        difference = relative_difference(found, expected)
     except (AttributeError, TypeError, ValueError, RuntimeError) as error:
         _log.warning("no flat forward pass for `%s`: %s", model.config.model_type, error)
         return None
-    if difference > _TOLERANCE[flat._head.dtype]:
+    if not difference <= TOLERANCE[flat.dtype]:
         _log.warning(
             "no flat forward pass for `%s`: it differs by %.1e", model.config.model_type, difference
         )
         return None
     return flat
-
-
-@torch.inference_mode()
-def _difference(
-    model: Any,
-    flat: FlatDecoder,
-    general: Callable[[Tensor, Tensor, AttentionContext, Tensor], Tensor],
-) -> float:
-    """Norm of the difference of the logits of both passes over that of the logits."""
-    device = flat._head.device
-    ids = torch.arange(_PROBE_TOKENS, device=device) % flat._embedding.shape[0]
-    positions = torch.arange(_PROBE_TOKENS, device=device) * 3
-    keep = torch.arange(1, _PROBE_TOKENS, device=device)
-    context: Any = _ProbeContext()
-    for slot, (_, module) in enumerate(expert_modules(model)):
-        module.__dict__.update(pw_slot=slot, pw_experts=_probe_experts)
-    expected = general(ids, positions, context, keep).float()
-    found = flat(ids, positions, context, keep).float()
-    for _, module in expert_modules(model):
-        del module.__dict__["pw_experts"]
-    return float((found - expected).norm() / expected.norm())
-
-
-def _probe_experts(slot: int, _: nn.Module, x: Tensor, __: Tensor, weights: Tensor) -> Tensor:
-    """Depends on the order of nothing but x and the sum of weights: a tie may flip ids."""
-    return (x.float() * weights.float().sum(-1, keepdim=True) * (0.5 + 0.1 * slot)).to(x.dtype)

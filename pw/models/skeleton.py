@@ -30,8 +30,10 @@ from pw.models.experts import (
     gate_first,
 )
 from pw.models.flat import FlatDecoder, flat_decoder
+from pw.models.fusion import fuse_linears, fuse_norms
 from pw.models.geometry import KvGeometry
 from pw.models.header import some
+from pw.models.routers import fuse_routers
 from pw.models.slicing import DensePart
 
 
@@ -53,6 +55,13 @@ class Skeleton:
     max_model_len: int  # tokens that the model states as its limit
 
     flat: FlatDecoder | None  # a faster forward pass with the same result, where there is one
+
+    @property
+    def ends_bytes(self) -> int:
+        """Bytes of embedding and head, once if they are one."""
+        ends = (self.model.get_input_embeddings(), self.model.get_output_embeddings())
+        weights = {end.weight.data_ptr(): end.weight.nbytes for end in ends}
+        return sum(weights.values())
 
     def bind_experts(self, function: ExpertsFunction) -> None:
         """Let every MoE layer call `function(slot, module, x, ids, weights)`."""
@@ -175,7 +184,12 @@ def finish(
     _split_head(model)
     modules = [module for _, module in expert_modules(model)]
     config = architecture.config
-    flat = flat_decoder(model, partial(general_forward, model))
+    forward = partial(general_forward, model)
+    flat = flat_decoder(model, forward)
+    if flat is None and device.type == "cuda":  # measured on a CPU: no faster
+        fuse_linears(model, forward)
+        fuse_norms(model)
+        fuse_routers(model)
     return Skeleton(
         model=model,
         geometry=architecture.geometry,

@@ -1,0 +1,241 @@
+"""The small kernels of a step against their references, over shapes, dtypes, kinds of routing."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from pw_kernels import step
+from pw_kernels.step import Routing
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DTYPES = [torch.float32, torch.float16]
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def near(found: Tensor, expected: Tensor) -> None:
+    tolerance = 1e-5 if expected.dtype == torch.float32 else 2e-3
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 32), (3, 100), (2, 5, 24)])
+@pytest.mark.parametrize("weighted", [True, False])
+def test_rms_norm(shape: tuple[int, ...], dtype: torch.dtype, weighted: bool) -> None:
+    x = random(*shape, dtype=dtype)
+    weight = random(shape[-1], dtype=dtype, seed=1) if weighted else None
+    near(step.rms_norm(x, weight, 1e-6, backend="triton"), step.rms_norm(x, weight, 1e-6))
+    strided = random(shape[0], 2 * shape[-1], dtype=dtype)[:, : shape[-1]]
+    near(
+        step.rms_norm(strided, weight, 1e-6, backend="triton"), step.rms_norm(strided, weight, 1e-6)
+    )
+
+
+@pytest.mark.parametrize("normed", [True, False])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "size", "rotated"), [(4, 2, 16, 16), (3, 1, 24, 24), (2, 2, 16, 8)]
+)
+def test_rotate_store(heads: int, kv_heads: int, size: int, rotated: int, normed: bool) -> None:
+    tokens, total = 5, (heads + 2 * kv_heads) * size
+    qkv = random(tokens, total + 3)[:, :total]
+    angles = random(tokens, rotated // 2, seed=1).repeat(1, 2)
+    norm = random(heads + kv_heads, size, seed=2) if normed else None
+    slots = torch.tensor([7, 0, -1, 11, 4])
+    pages = [torch.zeros(3, 4, kv_heads, size) for _ in range(4)]
+    results = [
+        step.rotate_store(
+            qkv,
+            angles.cos(),
+            angles.sin(),
+            keys,
+            values,
+            slots,
+            head_size=size,
+            norm=norm,
+            epsilon=1e-6,
+            backend=backend,
+        )
+        for backend, keys, values in (("torch", *pages[:2]), ("triton", *pages[2:]))
+    ]
+    near(results[1], results[0])
+    near(pages[2], pages[0])
+    near(pages[3], pages[1])
+    stored = pages[1].view(12, kv_heads, size)
+    assert torch.equal(stored[7], qkv[0].view(-1, size)[heads + kv_heads :])
+    assert int((stored.abs().sum((1, 2)) > 0).sum()) == 4  # the padding token left nothing
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "softmax": {},
+    "softmax, normalized": {"normalize": True},
+    "softmax, scaled": {"scale": 2.5, "wide": True},
+    "softmax in groups": {"groups": 4, "chosen_groups": 2, "wide": True},
+    "of the chosen": {"score": "none", "bias": True},
+    "sigmoid in groups of pairs": {
+        "score": "sigmoid", "choice_bias": True, "groups": 4, "chosen_groups": 2, "pairs": True,
+        "normalize": True, "scale": 1.8, "wide": True,
+    },
+    "scaled by expert": {"normalize": True, "expert_scale": True},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("experts", "size", "top_k"), [(8, 32, 2), (60, 100, 4), (128, 48, 8)])
+def test_route(kind: str, experts: int, size: int, top_k: int) -> None:
+    options = {
+        name: random(experts, seed=3) if name.endswith(("bias", "_scale")) else value
+        for name, value in KINDS[kind].items()
+    }
+    routing = Routing(random(experts, size, seed=1), top_k, torch.float32, **options)
+    x = random(6, size, seed=2)
+    ids, weights = step.route(x, routing, backend="triton")
+    expected_ids, expected = step.route(x, routing, backend="torch")
+    assert ids.dtype == torch.int64
+    assert torch.equal(ids, expected_ids)
+    near(weights, expected)
+    by_column = replace(routing, weight=routing.weight.t().contiguous().t())
+    assert torch.equal(step.route(x, by_column, backend="triton")[0], expected_ids)
+    if options.get("normalize") and "expert_scale" not in options:
+        near(weights.sum(-1), torch.full((6,), float(options.get("scale", 1.0))))
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of numpy, which interprets
+def test_ties_and_numbers_that_are_none_still_name_experts() -> None:
+    routing = Routing(torch.zeros(6, 8), 3, torch.float32)
+    ids, weights = step.route(random(2, 8), routing, backend="triton")
+    assert ids.tolist() == [[0, 1, 2]] * 2
+    near(weights, torch.full((2, 3), 1 / 6))
+    lost = Routing(torch.full((6, 8), float("nan")), 3, torch.float32)
+    ids, weights = step.route(random(2, 8), lost, backend="triton")
+    assert ids.min() >= 0
+    assert ids.max() < 6
+    assert weights.isnan().all()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"score": "tanh"}, "score must be"),
+        ({"groups": 3}, "of 3 groups of 8"),
+        ({"groups": 4, "chosen_groups": 1, "top_k": 3}, "top 3 of 8"),
+    ],
+)
+def test_routing_that_cannot_be_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Routing(**{"weight": torch.zeros(8, 4), "top_k": 2, "dtype": torch.float32} | options)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
+def test_gate(activation: str, dtype: torch.dtype) -> None:
+    wide = random(3, 2 * 37 + 1, dtype=dtype)
+    near(step.gate(wide, 37, activation, backend="triton"), step.gate(wide, 37, activation))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("gated", [True, False])
+def test_join(gated: bool, dtype: torch.dtype) -> None:
+    x, routed, shared = (random(3, 1030, dtype=dtype, seed=seed) for seed in range(3))
+    share = random(3, 5, dtype=dtype, seed=4)[:, 4:] if gated else None
+    near(step.join(x, routed, shared, share, backend="triton"), step.join(x, routed, shared, share))
+
+
+def test_an_unknown_backend_is_refused() -> None:
+    with pytest.raises(ValueError, match="backend must be one of"):
+        step.join(*[torch.zeros(1, 4)] * 3, None, backend="cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("tokens", [1, 4, 32])
+def test_on_a_gpu_in_the_shape_of_qwen(tokens: int, dtype: torch.dtype) -> None:
+    """And captured in a graph: nothing in a call waits for the device."""
+
+    def on_gpu(*shape: int, seed: int = 0) -> Tensor:
+        return random(*shape, dtype=dtype, seed=seed).cuda()
+
+    tolerance = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}[dtype]
+    x, routed, shared = (on_gpu(tokens, 2048, seed=seed) for seed in range(3))
+    norm, gate_up = on_gpu(2048, seed=3), on_gpu(tokens, 2 * 5632 + 1, seed=4)
+    qkv, angles = on_gpu(tokens, 48 * 128), on_gpu(tokens, 64).repeat(1, 2)
+    pages, slots = on_gpu(4, 16, 16, 128), torch.arange(tokens, device="cuda")
+    routing = Routing(on_gpu(60, 2048, seed=5) * 0.02, 4, torch.float32)
+
+    def run(backend: str) -> list[Tensor]:
+        keys, values = torch.zeros_like(pages), torch.zeros_like(pages)
+        q = step.rotate_store(
+            qkv, angles.cos(), angles.sin(), keys, values, slots, head_size=128, backend=backend
+        )
+        normed = step.rms_norm(x, norm, 1e-6, backend=backend)
+        weights = step.route(x, routing, backend=backend)[1]
+        gated = step.gate(gate_up, 5632, "silu", backend=backend)
+        joined = step.join(x, routed, shared, gate_up[:, -1:], backend=backend)
+        return [q, keys, values, normed, weights, gated, joined]
+
+    expected = run("torch")
+    run("triton")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = run("triton")
+    graph.replay()
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
+
+
+COMPILE = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from pw_kernels import triton_step as module
+
+types = dict(eps="fp32", scale="fp32", slots="*i64", ids="*i64", weights="*fp32",
+             choice_bias="*fp32", **{name: "*bf16" for name in (
+             "x", "weight", "out", "qkv", "cos", "sin", "norm", "q_out", "k_pages", "v_pages",
+             "linear_bias", "expert_scale", "gate_up", "routed", "shared", "share")})
+route = dict(EXPERTS=60, PADDED=64, TOP_K=4, PADDED_K=4, SIZE=2048, BLOCK=128, SCORE="softmax",
+             GROUPS=1, CHOSEN_GROUPS=1, PAIRS=False, HAS_LINEAR_BIAS=False, HAS_CHOICE_BIAS=False,
+             HAS_EXPERT_SCALE=False, NORMALIZE=False, WIDE=False)
+grouped = route | dict(EXPERTS=64, SIZE=2048, SCORE="sigmoid", GROUPS=4, CHOSEN_GROUPS=2,
+                       PAIRS=True, HAS_CHOICE_BIAS=True, NORMALIZE=True, WIDE=True)
+chosen = route | dict(SCORE="none", HAS_LINEAR_BIAS=True, HAS_EXPERT_SCALE=True)
+rotate = dict(Q_HEADS=16, KV_HEADS=16, SIZE=128, ROTATED=128, TOKENS=16, BLOCK=128)
+for capability, name, sizes, warps in (
+    (80, "route_kernel", route, 8), (90, "route_kernel", grouped, 8),
+    (100, "route_kernel", chosen, 8),
+    (90, "rotate_store_kernel", rotate | dict(HAS_NORM=True), 1),
+    (90, "rms_norm_kernel", dict(SIZE=2048, BLOCK=2048, HAS_WEIGHT=True), 8),
+    (90, "gate_kernel", dict(INNER=5632, BLOCK=1024, ACTIVATION="gelu_tanh"), 4),
+    (90, "join_kernel", dict(SIZE=2048, BLOCK=1024, HAS_SHARE=True), 4),
+):
+    kernel = getattr(module, name)
+    signature = {k: "constexpr" if k in sizes else types.get(k, "i32") for k in kernel.arg_names}
+    source = ASTSource(kernel, signature, sizes)
+    target = GPUTarget("cuda", capability, 32)
+    built = triton.compile(source, target=target, options=dict(num_warps=warps))
+    assert len(built.asm["cubin"]) > 1000
+    assert ".local" not in built.asm["ptx"], name  # nothing spills to memory
+"""
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="needs no GPU: runs where the others are interpreted")
+def test_compiles_ahead_of_time_for_three_generations(tmp_path: Path) -> None:
+    env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    env |= {
+        "TRITON_CACHE_DIR": str(tmp_path),
+        "TRITON_DEFAULT_FP_FUSION": "1",
+        "PYTHONPATH": str(Path(step.__file__).parents[1]),
+    }
+    done = subprocess.run([sys.executable, "-c", COMPILE], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
