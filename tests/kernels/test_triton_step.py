@@ -209,15 +209,13 @@ route = dict(EXPERTS=60, PADDED=64, TOP_K=4, PADDED_K=4, SIZE=2048, BLOCK=128, S
              HAS_EXPERT_SCALE=False, NORMALIZE=False, WIDE=False)
 grouped = route | dict(EXPERTS=64, SIZE=2048, SCORE="sigmoid", GROUPS=4, CHOSEN_GROUPS=2,
                        PAIRS=True, HAS_CHOICE_BIAS=True, NORMALIZE=True, WIDE=True)
-chosen = route | dict(SCORE="none", HAS_LINEAR_BIAS=True, HAS_EXPERT_SCALE=True)
 rotate = dict(Q_HEADS=16, KV_HEADS=16, SIZE=128, ROTATED=128, TOKENS=16, BLOCK=128)
 for capability, name, sizes, warps in (
     (80, "route_kernel", route, 8), (90, "route_kernel", grouped, 8),
-    (100, "route_kernel", chosen, 8),
     (90, "rotate_store_kernel", rotate | dict(HAS_NORM=True), 1),
     (90, "rms_norm_kernel", dict(SIZE=2048, BLOCK=2048, HAS_WEIGHT=True), 8),
     (90, "gate_kernel", dict(INNER=5632, BLOCK=1024, ACTIVATION="gelu_tanh"), 4),
-    (90, "join_kernel", dict(SIZE=2048, BLOCK=1024, HAS_SHARE=True), 4),
+    (100, "join_kernel", dict(SIZE=2048, BLOCK=1024, HAS_SHARE=True), 4),
 ):
     kernel = getattr(module, name)
     signature = {k: "constexpr" if k in sizes else types.get(k, "i32") for k in kernel.arg_names}
