@@ -15,6 +15,7 @@ from pw.cli import main
 from pw.cli.top import View, curve, render
 from pw.config import format_bytes
 from pw.serving.context import ServingConfig
+from support.patience import PATIENCE
 from tests.serving.conftest import Served, serving
 from tests.serving.show_dashboard import MovingEngine
 
@@ -52,7 +53,7 @@ def test_one_look(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_the_bar_is_as_wide_as_the_screen_and_in_proportion() -> None:
     engine = MovingEngine(48, 128)
-    with serving(engine) as served, httpx.Client(base_url=served.url) as client:
+    with serving(engine) as served, httpx.Client(base_url=served.url, timeout=PATIENCE) as client:
         view = View(served.url)
         view.look(client)
         lines = show(view, 100).splitlines()
@@ -67,7 +68,7 @@ def test_the_bar_is_as_wide_as_the_screen_and_in_proportion() -> None:
 def test_requests_are_listed() -> None:
     engine = MovingEngine(2, 4)
     engine.step_seconds = 0.05
-    with serving(engine) as served, httpx.Client(base_url=served.url) as client:
+    with serving(engine) as served, httpx.Client(base_url=served.url, timeout=PATIENCE) as client:
         stream = served.openai.completions.create(model="fake", prompt="1 2", stream=True)
         first = next(stream)
         view = View(served.url)
@@ -81,7 +82,7 @@ def test_requests_are_listed() -> None:
 def test_no_line_is_broken_at_any_width(width: int) -> None:
     engine = MovingEngine(24, 60)
     engine.second = 30.0
-    with serving(engine) as served, httpx.Client(base_url=served.url) as client:
+    with serving(engine) as served, httpx.Client(base_url=served.url, timeout=PATIENCE) as client:
         stream = served.openai.chat.completions.create(
             model="fake",
             messages=[{"role": "user", "content": str(MovingEngine.HOLD)}],
@@ -111,11 +112,14 @@ def sample_of(served: Served) -> dict[str, Any]:
 
 
 def test_a_server_that_goes_away_leaves_the_last_picture() -> None:
-    with serving(MovingEngine(2, 4)) as served, httpx.Client(base_url=served.url) as client:
+    with (
+        serving(MovingEngine(2, 4)) as served,
+        httpx.Client(base_url=served.url, timeout=PATIENCE) as client,
+    ):
         view = View(served.url)
         view.look(client)
         before = view.status
-    with httpx.Client(base_url=served.url) as client:
+    with httpx.Client(base_url=served.url, timeout=PATIENCE) as client:
         view.look(client)
     assert view.status is before
     text = show(view)

@@ -21,7 +21,7 @@ import yaml
 from pw.cli.server_options import Server
 from pw.serving.context import ServingConfig
 from pw.serving.middleware import OPEN_PATHS
-from support.patience import PATIENCE
+from support.patience import PATIENCE, get, post
 from tests.serving.conftest import Served, abandoned, serving, wait_for
 from tests.serving.fakes import STORY, FakeEngine
 
@@ -210,7 +210,7 @@ def nginx(folder: Path, servers: list[str]) -> Iterator[str]:
         deadline = time.monotonic() + PATIENCE
         while time.monotonic() < deadline:
             try:
-                httpx.get(url)
+                get(url)
                 break
             except httpx.TransportError:
                 assert process.poll() is None
@@ -288,12 +288,12 @@ def test_another_server_takes_what_one_refuses(balanced: Callable[..., Any]) -> 
         one.context.gate.draining = True
         assert [ask(url).status_code for _ in range(6)] == [200] * 6
         assert (len(one.engine.calls), len(other.engine.calls)) == (0, 6)
-        assert httpx.get(f"{url}/health").status_code == 200
+        assert get(f"{url}/health").status_code == 200
         other.context.gate.draining = True
         refused = ask(url)
         assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
         assert refused.json()["error"]["code"] == "engine_unavailable"
-        assert httpx.get(f"{url}/health").status_code == 503
+        assert get(f"{url}/health").status_code == 503
         one.context.gate.draining = False
         assert ask(url).status_code == 200  # at once: nobody was left out for refusing
 
@@ -302,8 +302,8 @@ def test_another_server_takes_what_one_refuses(balanced: Callable[..., Any]) -> 
 def test_what_concerns_operators_stays_inside(balanced: Callable[..., Any]) -> None:
     with balanced() as (url, one, _):
         for path in ("/", "/metrics", "/v1/pw/status", "/v1/pw/requests", "/docs", "/load"):
-            assert httpx.get(url + path).status_code == 404, path
-            assert httpx.get(one.url + path).status_code == 200, path
-        assert httpx.get(f"{url}/v1/models").json()["data"][0]["id"] == "fake"
-        tokens = httpx.post(f"{url}/tokenize", json={"prompt": "1 2"}).json()
+            assert get(url + path).status_code == 404, path
+            assert get(one.url + path).status_code == 200, path
+        assert get(f"{url}/v1/models").json()["data"][0]["id"] == "fake"
+        tokens = post(f"{url}/tokenize", json={"prompt": "1 2"}).json()
         assert tokens["count"] == 2

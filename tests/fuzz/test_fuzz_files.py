@@ -24,6 +24,7 @@ from pw.models.header import TensorEntry, read_header
 from pw.models.shards import INDEX, ShardIndex
 from pw.store import Artifact
 from support.mutations import damaged_bytes, damaged_tree, dump
+from support.patience import allowed
 from support.store import Sample
 from tests.fuzz.checks import check_header, check_index, check_manifest, signed
 
@@ -53,7 +54,7 @@ def within_bounds(case: Callable[[bytes], object], inputs: Iterator[bytes]) -> N
     for data in inputs:
         begin = time.process_time()
         case(data)
-        assert time.process_time() - begin < SECONDS, data[:500]
+        assert time.process_time() - begin < allowed(SECONDS), data[:500]
     assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) << 10 < MEMORY
 
 
@@ -150,7 +151,7 @@ def test_a_million_tensors_are_read_in_time(tmp_path: Path) -> None:
     file.write_bytes(struct.pack("<Q", len(text)) + text.encode() + bytes(count))
     begin = time.process_time()
     entries = read_header(file)
-    assert time.process_time() - begin < 3
+    assert time.process_time() - begin < allowed(3)
     assert entries["99999"] == TensorEntry(
         file, "U8", (1,), 8 + len(text) + 99_999, 8 + len(text) + 100_000
     )

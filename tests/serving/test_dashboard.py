@@ -14,11 +14,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 import uvicorn
 
 from pw.serving.operations.page import page_paths
+from support.patience import get
 from tests.serving.browser import Page, needs_browser, served
 from tests.serving.conftest import abandoned
 from tests.serving.show_dashboard import KINDS, PAGE, MovingEngine, moving_app
@@ -46,17 +46,15 @@ def test_files_and_their_headers() -> None:
         paths = page_paths()
         assert {"/", "/dashboard/main.js", "/dashboard/style.css"} <= paths
         for path in paths:
-            answer = httpx.get(url + path)
+            answer = get(url + path)
             assert answer.status_code == 200, path
             policy = answer.headers["content-security-policy"]
             assert "default-src 'none'" in policy
             assert "unsafe" not in policy
             assert answer.headers["x-content-type-options"] == "nosniff"
             tag = answer.headers["etag"]
-            assert httpx.get(url + path, headers={"if-none-match": tag}).status_code == 304
-        types = {
-            path.rpartition(".")[2]: httpx.get(url + path).headers["content-type"] for path in paths
-        }
+            assert get(url + path, headers={"if-none-match": tag}).status_code == 304
+        types = {path.rpartition(".")[2]: get(url + path).headers["content-type"] for path in paths}
         assert types["js"].startswith("text/javascript")
         assert types["css"].startswith("text/css")
         for path in (
@@ -64,7 +62,7 @@ def test_files_and_their_headers() -> None:
             "/dashboard/..%2f..%2f..%2fpyproject.toml",
             "/dashboard/",
         ):
-            assert httpx.get(url + path).status_code == 401  # as every path that is not a file's
+            assert get(url + path).status_code == 401  # as every path that is not a file's
 
 
 def test_the_page_asks_nobody_else() -> None:

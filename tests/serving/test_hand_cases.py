@@ -7,6 +7,7 @@ OpenAI's schema knows; each case may be right, none may break anything.
 from __future__ import annotations
 
 import json
+import random
 from typing import Any
 
 import pytest
@@ -93,6 +94,19 @@ def test_thousands_of_bodies(served):
     for path, field, value in CASES:
         body = json.dumps(GOOD[path] | {field: value})
         check(post(served, path, body), (path, field, value))
+
+
+@pytest.mark.parametrize("count", [300, pytest.param(16_000, marks=pytest.mark.figures)])
+def test_several_wrong_fields_at_once(served, count):
+    """[B3] With those above, 20,000 bodies."""
+    chance = random.Random(count)
+    for number in range(count):
+        path = chance.choice(list(FIELDS))
+        fields = chance.sample(FIELDS[path], chance.randint(2, min(5, len(FIELDS[path]))))
+        body = GOOD[path] | {field: chance.choice(ANYTHING) for field in fields}
+        check(post(served, path, json.dumps(body)), (path, body))
+        if number % 1000 == 0:
+            assert served.http.get("/health/ready").status_code == 200
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])

@@ -19,6 +19,7 @@ from pw.serving.context import ServingConfig
 from pw.serving.limits import ServingLimits
 from pw.serving.listen import Endpoint
 from pw.serving.server import DrainingServer, _uvicorn_config, how_to_call
+from support.patience import PATIENCE, get, options, post
 from tests.serving.fakes import FakeEngine, WordTokenizer
 
 TLS = Path(__file__).parent / "tls"
@@ -42,20 +43,20 @@ def listening(endpoint: Endpoint, origins: tuple[str, ...] = (), **config: objec
         thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])))
         thread.start()
         try:
-            assert started.wait(20)
+            assert started.wait(PATIENCE)
             yield endpoint.url(listener)
         finally:
             server.should_exit = True
-            thread.join(20)
+            thread.join(PATIENCE)
 
 
 def test_tls() -> None:
     context = ssl.create_default_context(cafile=str(CERTIFICATE))
     with listening(Endpoint(port=0, ssl_certfile=CERTIFICATE, ssl_keyfile=KEY)) as url:
         assert url.startswith("https://127.0.0.1:")
-        assert httpx.get(f"{url}/health", verify=context).status_code == 200
+        assert get(f"{url}/health", verify=context).status_code == 200
         with pytest.raises(httpx.TransportError):
-            httpx.get(url.replace("https", "http") + "/health")
+            get(url.replace("https", "http") + "/health")
 
 
 def test_a_certificate_that_cannot_be_used_is_one_line(tmp_path: Path) -> None:
@@ -82,7 +83,7 @@ def test_a_unix_socket_is_made_and_removed(tmp_path: Path) -> None:
     assert not path.exists()
     with listening(endpoint) as url:
         transport = httpx.HTTPTransport(uds=str(path))
-        with httpx.Client(base_url=url, transport=transport) as http:
+        with httpx.Client(base_url=url, transport=transport, timeout=PATIENCE) as http:
             assert http.get("/health").status_code == 200
         with pytest.raises(ConfigError, match="a server listens there"):
             endpoint.check_free()
@@ -122,7 +123,7 @@ def test_answers_do_not_wait_for_acknowledgements(host: str) -> None:
         pytest.skip("no IPv6 here")
     with Endpoint(host=host, port=0).listening() as listener:
         address = listener.getsockname()[:2]
-        with socket.create_connection(address, timeout=20), listener.accept()[0] as accepted:
+        with socket.create_connection(address, timeout=PATIENCE), listener.accept()[0] as accepted:
             assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
@@ -130,18 +131,18 @@ def test_browsers_may_call_from_named_origins_only() -> None:
     ask = {"origin": "https://ui.example", "access-control-request-method": "POST"}
     ask["access-control-request-headers"] = "authorization,content-type"
     with listening(Endpoint(port=0), ("https://ui.example",), api_keys=("k",)) as url:
-        answer = httpx.options(f"{url}/v1/completions", headers=ask)  # carries no key
+        answer = options(f"{url}/v1/completions", headers=ask)  # carries no key
         assert answer.status_code == 200
         assert answer.headers["access-control-allow-origin"] == "https://ui.example"
         assert "authorization" in answer.headers["access-control-allow-headers"]
-        other = httpx.options(f"{url}/v1/completions", headers=ask | {"origin": "https://evil"})
+        other = options(f"{url}/v1/completions", headers=ask | {"origin": "https://evil"})
         assert other.status_code == 400
         assert "access-control-allow-origin" not in other.headers
-        refused = httpx.post(f"{url}/v1/completions", json={"prompt": "1"}, headers=ask)
+        refused = post(f"{url}/v1/completions", json={"prompt": "1"}, headers=ask)
         assert refused.status_code == 401  # with the headers that let the page read why
         assert refused.headers["access-control-allow-origin"] == "https://ui.example"
     with listening(Endpoint(port=0)) as url:
-        answer = httpx.post(f"{url}/v1/completions", json={"prompt": "1"}, headers=ask)
+        answer = post(f"{url}/v1/completions", json={"prompt": "1"}, headers=ask)
         assert answer.is_success
         assert "access-control-allow-origin" not in answer.headers
 
@@ -149,24 +150,24 @@ def test_browsers_may_call_from_named_origins_only() -> None:
 def test_a_proxy_may_show_the_server_under_a_path() -> None:
     with listening(Endpoint(port=0, root_path="/llm"), api_keys=("k",)) as url:
         key = {"authorization": "Bearer k"}
-        assert httpx.get(f"{url}/health").status_code == 200  # open, under whatever path
-        assert httpx.get(f"{url}/v1/models").status_code == 401
-        assert httpx.get(f"{url}/v1/models", headers=key).is_success
-        servers = httpx.get(f"{url}/openapi.json", headers=key).json()["servers"]
+        assert get(f"{url}/health").status_code == 200  # open, under whatever path
+        assert get(f"{url}/v1/models").status_code == 401
+        assert get(f"{url}/v1/models", headers=key).is_success
+        servers = get(f"{url}/openapi.json", headers=key).json()["servers"]
         assert servers == [{"url": "/llm"}]
 
 
 def test_headers_are_bounded_in_number_and_size() -> None:
     with listening(Endpoint(port=0)) as url:
         many = {f"x-{number}": "1" for number in range(101)}
-        answer = httpx.get(f"{url}/health", headers=many)
+        answer = get(f"{url}/health", headers=many)
         assert answer.status_code == 431
         assert answer.json()["error"]["code"] == "too_many_headers"
         assert answer.headers["x-request-id"]
         few = dict(list(many.items())[:80])
-        assert httpx.get(f"{url}/health", headers=few).status_code == 200
+        assert get(f"{url}/health", headers=few).status_code == 200
         host, port = url.removeprefix("http://").split(":")
-        with socket.create_connection((host, int(port)), timeout=10) as raw:
+        with socket.create_connection((host, int(port)), timeout=PATIENCE) as raw:
             raw.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\nx: " + b"a" * (1 << 20))
             received = b""
             try:
@@ -175,7 +176,7 @@ def test_headers_are_bounded_in_number_and_size() -> None:
             except ConnectionResetError:
                 pass
             assert received.startswith(b"HTTP/1.1 400") or not received
-        assert httpx.get(f"{url}/health").status_code == 200
+        assert get(f"{url}/health").status_code == 200
 
 
 def test_limits_of_time_must_be_positive() -> None:

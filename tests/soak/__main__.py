@@ -121,7 +121,7 @@ def main() -> int:
     """Run as the command line says."""
     parser = argparse.ArgumentParser("tests.soak", description=__doc__)
     parser.add_argument("--minutes", type=float, default=20.0, help="of the mixed load; 0: none")
-    parser.add_argument("--warm-up", type=float, default=60.0, help="seconds of it before")
+    parser.add_argument("--warm-up", type=float, default=180.0, help="seconds of it before")
     parser.add_argument("--overload", type=float, default=60.0, help="seconds of flood; 0: none")
     parser.add_argument("--storm", type=float, default=60.0, help="seconds of resets; 0: none")
     parser.add_argument("--output", type=Path, help="file for the figures")

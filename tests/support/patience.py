@@ -5,10 +5,17 @@ from __future__ import annotations
 import asyncio
 import selectors
 from collections.abc import Coroutine
+from functools import partial
 from typing import Any
+
+import httpx
 
 PATIENCE = 120.0  # seconds; for what comes at once on a machine that is not ten times too slow
 SLOWER = 10.0
+
+get = partial(httpx.get, timeout=PATIENCE)  # httpx' own patience is five seconds
+post = partial(httpx.post, timeout=PATIENCE)
+options = partial(httpx.options, timeout=PATIENCE)
 
 
 def allowed(seconds: float) -> float:
