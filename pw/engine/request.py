@@ -212,5 +212,7 @@ class EngineStatus:
     bytes_over_budget: int = 0  # worst seen; must stay 0
     max_model_len: int = 0
     last_step_time: float = 0.0  # monotonic seconds of the last finished step
-    bytes: BytesByClass = field(default_factory=BytesByClass)
+    bytes: BytesByClass = field(default_factory=BytesByClass)  # of rank 0, where there are several
+    ranks: tuple[BytesByClass, ...] = ()  # of each rank, where there are several
+    replicated: int = 0  # bytes of embedding and head, then whole on every rank (part of dense)
     plan_history: tuple[dict[str, object], ...] = ()  # newest last, at most 64

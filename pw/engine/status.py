@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import collections
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pw.config import EngineConfig
@@ -67,6 +67,15 @@ def bytes_by_class(parts: Parts) -> BytesByClass:
     )
 
 
+def bytes_by_rank(parts: Parts, own: BytesByClass) -> tuple[BytesByClass, ...]:
+    """The same for every rank, where there are several: pages and tables are alike on all."""
+    team = parts.team
+    if team is None:
+        return ()
+    others = zip(team.dense, team.host, strict=True)
+    return (own, *(replace(own, dense=dense, host=host) for dense, host in others))
+
+
 def concurrency(parts: Parts, config: EngineConfig) -> dict[str, float]:
     """Requests of the longest context that fit beside the experts at once, by the experts' widths.
 
@@ -96,7 +105,8 @@ def precision_map(parts: Parts) -> dict[str, Any]:
     table, quality = parts.table, parts.quality
     layers: list[dict[str, Any]] = []
     if table is not None:
-        bits = table.committed.reshape(len(table.geometry.layers), table.geometry.experts, 2)
+        committed = table.committed if parts.share is None else parts.share.expand(table.committed)
+        bits = committed.reshape(len(table.geometry.layers), -1, 2)  # of the model's experts
         mass = None if quality is None else quality.mass().round(4).tolist()
         layers = [
             {
@@ -170,5 +180,7 @@ def snapshot(
         max_model_len=parts.memory.max_model_len,
         last_step_time=last_step_time,
         bytes=sizes,
+        ranks=bytes_by_rank(parts, sizes),
+        replicated=0 if parts.team is None else parts.skeleton.ends_bytes,
         plan_history=precision.history,
     )

@@ -160,6 +160,7 @@ class Followed:
             table = tables[patch.group]
             pages = np.frombuffer(patch.pages, np.int32).reshape(table.shape[1], -1)
             table[patch.row, :, patch.start : patch.start + pages.shape[1]] = pages
+            self._ground.kv.opened[patch.row] += 1  # decode steps of fixed shape read it anew
         if self._table is not None:
             self._table.publish()
         chunks = cast(list[Chunk], _chunks(step))

@@ -110,7 +110,10 @@ def follow(order: messages.Follow, link: Link) -> None:
     link.send(messages.Planned(plan_digest(ground.memory), dense))
     group = RankGroup(seat.rank, seat.size, order.folder, device, config.collective_timeout)
     seat.reduction.connect(group.all_reduce)
-    _make_turns(Followed(ground), link, group)
+    try:
+        _make_turns(Followed(ground), link, group)
+    finally:
+        group.close()  # who waits for this rank is told at once
 
 
 def _make_turns(followed: Followed, link: Link, group: RankGroup) -> None:

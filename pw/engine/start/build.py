@@ -10,6 +10,7 @@ from pw.config import EngineConfig
 from pw.engine.experts import DenseExperts, PagedExperts, RoutedExperts, RoutingCounter
 from pw.engine.parallel.lead import LeadFixed, LeadMover, LeadRunner, LeadTable
 from pw.engine.parallel.seat import Seat, by_rank, share_of
+from pw.engine.parallel.share import Share
 from pw.engine.parallel.team import Team, plan_digest
 from pw.engine.precision.policies import FixedPrecision, Precision
 from pw.engine.precision.quality import Quality, make_quality
@@ -53,6 +54,7 @@ class Parts:
     runner: ModelRunner
     trace: TraceWriter
     team: Team | None = None  # the other ranks, where several share the model
+    share: Share | None = None  # what each of them holds of the blocks
 
 
 @dataclass(frozen=True)
@@ -133,6 +135,7 @@ def _assemble(ground: Ground, team: Team | None) -> Parts:
         runner=make_runner(skeleton, weights.experts, ground.kv, tokenizer.vocab_size),
         trace=trace,
         team=team,
+        share=share_of(source),
     )
 
 

@@ -117,6 +117,17 @@ class EngineCollector(Collector):
             "class",
             {name: size for name, size in vars(held).items() if name != "budget"},
         )
+        if status.ranks:
+            yield self._by_rank(status)
+
+    def _by_rank(self, status: EngineStatus) -> Metric:
+        labels = (*self._labels, "rank", "class")
+        family = GaugeMetricFamily("pw:rank_memory_bytes", "The same of each rank", labels=labels)
+        for rank, held in enumerate(status.ranks):
+            for name, size in vars(held).items():
+                if name != "budget":
+                    family.add_metric((*self._labels.values(), str(rank), name), size)
+        return family
 
     def _precision(self, status: EngineStatus) -> _Families:
         yield self._gauge(

@@ -125,6 +125,7 @@ def memory_plan(status: EngineStatus, concurrency: Mapping[str, float]) -> str:
             for name, number, about in rows
             if number
         ),
+        *_ranks(status),
         f"  {status.pages_total:,} pages of {format_bytes(status.page_bytes)}, contexts up to "
         f"{status.max_model_len:,} tokens, policy {status.policy}, "
         f"mean {status.mean_bits:.2f} bits",
@@ -134,6 +135,17 @@ def memory_plan(status: EngineStatus, concurrency: Mapping[str, float]) -> str:
     return "\n".join(lines)
 
 
+def _ranks(status: EngineStatus) -> list[str]:
+    """What the table means where several ranks share the model."""
+    if not status.ranks:
+        return []
+    dense = ", ".join(format_bytes(rank.dense) for rank in status.ranks)
+    return [
+        f"  on each of {len(status.ranks)} ranks; weights that keep their width: {dense}, of which "
+        f"embedding and head {format_bytes(status.replicated)}, whole on each"
+    ]
+
+
 def memory_plan_fields(status: EngineStatus, concurrency: Mapping[str, float]) -> dict[str, object]:
     """The same for a line of JSON."""
     names = [name for name in vars(BytesByClass()) if name not in ("padding", "budget")]
@@ -141,6 +153,7 @@ def memory_plan_fields(status: EngineStatus, concurrency: Mapping[str, float]) -
         "event": "memory_plan",
         "policy": status.policy,
         "budget_bytes": status.bytes.budget,
+        "ranks": max(1, len(status.ranks)),
         **{f"{name}_bytes": getattr(status.bytes, name) for name in names},
         "page_bytes": status.page_bytes,
         "pages": status.pages_total,
