@@ -18,7 +18,7 @@ __all__ = ["threads"]
 LENGTHS = (57, 3, 33, 1)
 GREEDY = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True, prompt_logprobs=0)
 SAMPLED = SamplingParams(temperature=0.8, seed=3, max_tokens=10, ignore_eos=True)
-TWO: dict[str, Any] = {"tensor_parallel_size": 2, "collective_timeout": 60.0}
+TWO: dict[str, Any] = {"tensor_parallel_size": 2, "collective_timeout": 240.0}
 
 
 def answers(engine: Engine) -> list[Completion]:
@@ -51,7 +51,7 @@ def test_two_processes_give_the_tokens_of_one(qwen: tuple[Any, Path]) -> None:
     assert team.followers[0].how_it_ended() is not None
 
 
-@pytest.mark.parametrize("kind", ["qwen2_moe", "mixtral", "qwen3_moe", "gpt_oss", "glm4_moe"])
+@pytest.mark.parametrize("kind", ["mixtral", "gpt_oss"])
 def test_two_ranks_give_the_tokens_of_one(
     kind: str, tmp_path: Path, threads: list[FollowerThread]
 ) -> None:
