@@ -21,7 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from pw.errors import RequestError
 from pw.serving.connection import while_connected
 from pw.serving.errors import GenerationError, error_body, error_response
-from pw.serving.headers import HeaderLimit
+from pw.serving.headers import MAX_HEADER_BYTES, HeaderLimit
 from pw.serving.middleware import RequestIdentity, RequireKey
 from pw.serving.replicas.calls import Call, read_body
 from pw.serving.replicas.choice import Routing
@@ -125,6 +125,7 @@ class Ingress:
             await response(scope, receive, send)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        _check_size(scope)
         body = await read_body(receive, self._settings.max_body_bytes)
         if body is None:
             return
@@ -156,6 +157,21 @@ class Ingress:
                 logger.warning("%s: %s; %d attempts left", call.path, error, left)
                 routing = Routing(routing.keys, (*routing.avoid, error.replica), routing.only)
         raise RequestError("no replica could answer", code="engine_unavailable", status=503)
+
+
+def _check_size(scope: Scope) -> None:
+    """Refuse headers as large as no parser of ours would take; Serve's proxy takes them.
+
+    Raises:
+        RequestError: 431.
+    """
+    size = sum(len(name) + len(value) for name, value in scope["headers"])
+    if size > MAX_HEADER_BYTES:
+        raise RequestError(
+            f"headers must be at most {MAX_HEADER_BYTES} bytes: {size}",
+            code="headers_too_large",
+            status=431,
+        )
 
 
 class _TryAnotherError(Exception):

@@ -219,6 +219,8 @@ def test_bodies_and_keys_are_judged_here(ask: Any) -> None:
     assert request("GET", "/health/live").status_code == 200
     many = [(f"x-{number}", "1") for number in range(120)]
     assert ask(replicas)("GET", "/v1/models", headers=many).status_code == 431
+    large = ask(replicas)("GET", "/v1/models", headers={"x-large": "a" * 70_000})
+    assert (large.status_code, large.json()["error"]["code"]) == (431, "headers_too_large")
     assert replicas.calls == []
     good = request("GET", "/v1/models", headers={"authorization": "Bearer secret"})
     assert good.status_code == 200
