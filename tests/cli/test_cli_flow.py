@@ -174,7 +174,7 @@ def test_what_stops_the_engines_process_is_told_as_if_it_were_this_one(
     (damaged / "dense.safetensors").write_bytes(weights)
     broken = run("serve", str(damaged), *SMALL, "--port", "0")
     assert (broken.code, broken.out) == (3, "")
-    assert broken.err.startswith("error: artifact is damaged: ")
+    assert broken.err.startswith("error: artifact file is damaged: ")
 
 
 def test_tiny_is_calibrated_once_into_the_cache(

@@ -18,7 +18,7 @@ from pw_pipelines.observation import ObservedModel, Weights, batches
 from pw_pipelines.progress import Progress, Style
 
 QUIET = Progress(Style.QUIET)
-TINY_TEXT = CalibrationConfig(nsamples=8, seqlen=256)  # for the bundled model
+TINY_TEXT = CalibrationConfig(nsamples=8, seqlen=512)  # for the bundled model
 VOCABULARY = 259  # three specials, 256 bytes
 
 

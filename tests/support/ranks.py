@@ -61,10 +61,10 @@ class FollowerThread:
         except (EOFError, ConnectionError):
             self.returncode = 0
         except PwError as error:
-            link.send(messages.Lost(type(error).__name__, error.message, error.hint))
+            follower._say_lost(link, messages.Lost(type(error).__name__, error.message, error.hint))
         except Exception as error:
             logging.getLogger(__name__).exception("a follower broke")
-            link.send(messages.Lost("", repr(error)))
+            follower._say_lost(link, messages.Lost("", repr(error)))
         finally:
             self._sock.close()
 

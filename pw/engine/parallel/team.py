@@ -130,10 +130,10 @@ class Team:
 
     @classmethod
     def start(cls, path: Path, config: EngineConfig) -> Team:
-        """Start the other ranks; they load while the caller does."""
+        """Start the other ranks, with as many CPU threads as this one. They load while it does."""
         size = config.tensor_parallel_size
         folder = Path(tempfile.mkdtemp(prefix="pw-ranks-"))
-        threads = max(1, torch.get_num_threads() // size)
+        threads = torch.get_num_threads()
         started: list[Follower] = []
         for rank in range(1, size):
             ours, theirs = socket.socketpair()

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import torch
+
 from pw.config import EngineConfig
 from pw.engine.experts import DenseExperts, PagedExperts, RoutedExperts, RoutingCounter
 from pw.engine.parallel.lead import LeadFixed, LeadMover, LeadRunner, LeadTable
@@ -81,6 +83,8 @@ def build_parts(path: Path, config: EngineConfig) -> Parts:
             parts.runner.capture(config.max_num_seqs)
         return parts
     seat = Seat(0, config.tensor_parallel_size, config.enable_expert_parallel)
+    if device.type == "cpu":  # ranks share the cores, and the memory plan counts threads' scratch
+        torch.set_num_threads(max(1, torch.get_num_threads() // seat.size))
     team = Team.start(path, config)
     try:
         ground = lay_ground(path, config, device, seat=seat, agree=team.agree_budget)

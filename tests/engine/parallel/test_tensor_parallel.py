@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from pw.engine import Completion, Engine
 from pw.engine.request import SamplingParams
@@ -42,6 +43,7 @@ def check_same(found: list[Completion], expected: list[Completion]) -> None:
 def test_two_processes_give_the_tokens_of_one(qwen: tuple[Any, Path]) -> None:
     expected = answers(open_engine(qwen[1], "static:4"))
     engine = open_engine(qwen[1], "static:4", **TWO)
+    assert torch.get_num_threads() == 1  # the cores are shared; both ranks plan the same memory
     team = engine._parts.team
     assert team is not None
     try:
