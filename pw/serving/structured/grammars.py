@@ -177,8 +177,12 @@ class GrammarChecker:
         answer: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._answers[self._jobs] = answer
         assert process.stdin is not None
-        process.stdin.write(orjson.dumps(job) + b"\n")
-        await process.stdin.drain()
+        try:
+            process.stdin.write(orjson.dumps(job) + b"\n")
+            await process.stdin.drain()
+        except ConnectionError:
+            await process.wait()  # it is dying: the next grammar must find it dead
+            raise
         return await answer
 
     async def _running(self) -> Process:
@@ -229,6 +233,7 @@ class GrammarChecker:
             if verdict["bug"]:
                 logger.error("the grammar compiler's check failed: %s", verdict["error"])
                 answer.set_exception(_unavailable("has failed"))
+                answer.exception()
             else:
                 answer.set_result(verdict["error"])
         await process.wait()
@@ -236,6 +241,7 @@ class GrammarChecker:
             _, answer = answers.popitem()
             if not answer.done():
                 answer.set_exception(_unavailable("has ended"))
+                answer.exception()  # who asked may have gone: not an error of asyncio's then
 
 
 def _unavailable(state: str) -> RequestError:
