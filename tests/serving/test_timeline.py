@@ -71,7 +71,7 @@ def test_a_stalled_engine_is_told_from_a_busy_one(caplog):
         progress.observe(replace(full, step=second // 59), begin + second)
         assert not progress.stalled
     assert not caplog.records
-    progress.observe(replace(full, step=5), begin + 355)
+    progress.observe(replace(full, step=5), begin + 354)
     assert not progress.stalled
     progress.observe(replace(full, step=5), begin + 356)
     assert progress.stalled
@@ -84,7 +84,7 @@ def test_a_stalled_engine_is_told_from_a_busy_one(caplog):
     assert progress.stalled
     progress.observe(replace(QUIET, step=6), begin + 501)  # idle engines make no steps
     assert not progress.stalled
-    progress.observe(replace(full, step=6), begin + 561)
+    progress.observe(replace(full, step=6), begin + 560)
     assert not progress.stalled
 
 
