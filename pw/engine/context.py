@@ -41,7 +41,45 @@ class Batch(Protocol):
     live: Tensor | None
 
 
-class StepBatch:
+class RotatedStore:
+    """Rotates and stores for a step, wherever the step keeps its slots."""
+
+    _kv: KvCache
+
+    def _slots(self, layer: int) -> Tensor:
+        """Where keys and values of a layer go: [T] int64, -1 for nowhere."""
+        raise NotImplementedError
+
+    def store_rotated(
+        self,
+        layer: int,
+        qkv: Tensor,  # [T, (Hq + 2 Hkv) D]
+        cos: Tensor,  # [T, D]
+        sin: Tensor,  # [T, D]
+        *,
+        head_size: int,
+        norm: Tensor | None,
+        epsilon: float,
+    ) -> Tensor:
+        """Queries [T, Hq, D], rotated; keys and values go where `attend` finds them.
+
+        See `pw_kernels.step.rotate_store`.
+        """
+        pages, slots = self._kv.layer_pages(layer), self._slots(layer)
+        return rotate_store(
+            qkv,
+            cos,
+            sin,
+            pages.keys,
+            pages.values,
+            slots,
+            head_size=head_size,
+            norm=norm,
+            epsilon=epsilon,
+        )
+
+
+class StepBatch(RotatedStore):
     """A packed batch: the tokens of all chunks, one after the other.
 
     Attributes:
@@ -75,35 +113,6 @@ class StepBatch:
             if chunk.is_prompt
         ]
 
-    def store_rotated(
-        self,
-        layer: int,
-        qkv: Tensor,  # [T, (Hq + 2 Hkv) D]
-        cos: Tensor,  # [T, D]
-        sin: Tensor,  # [T, D]
-        *,
-        head_size: int,
-        norm: Tensor | None,
-        epsilon: float,
-    ) -> Tensor:
-        """Queries [T, Hq, D], rotated; keys and values go where `attend` finds them.
-
-        See `pw_kernels.step.rotate_store`.
-        """
-        number, position = self._kv.place(layer)
-        pages, slots = self._kv.layer_pages(layer), self._groups[number].slots[position]
-        return rotate_store(
-            qkv,
-            cos,
-            sin,
-            pages.keys,
-            pages.values,
-            slots,
-            head_size=head_size,
-            norm=norm,
-            epsilon=epsilon,
-        )
-
     def attend(
         self,
         layer: int,
@@ -134,3 +143,7 @@ class StepBatch:
             softcap=softcap,
             sinks=sinks,
         )
+
+    def _slots(self, layer: int) -> Tensor:
+        number, position = self._kv.place(layer)
+        return self._groups[number].slots[position]

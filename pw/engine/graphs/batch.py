@@ -6,15 +6,14 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from pw.engine.context import PrefillSpan
+from pw.engine.context import PrefillSpan, RotatedStore
 from pw.engine.graphs.inputs import DecodeInputs
 from pw.engine.graphs.tables import DeviceTables
 from pw.memory.kv_cache import KvCache
 from pw_kernels.dispatch import paged_attention, write_kv
-from pw_kernels.step import rotate_store
 
 
-class DecodeBatch:
+class DecodeBatch(RotatedStore):
     """Like `StepBatch`, with everything read from the device when the step runs.
 
     Attributes:
@@ -32,35 +31,6 @@ class DecodeBatch:
     def begin(self) -> None:
         """First part of a step: the block tables of its sequences."""
         self._selected = self._tables.select(self._inputs.rows)
-
-    def store_rotated(
-        self,
-        layer: int,
-        qkv: Tensor,  # [T, (Hq + 2 Hkv) D]
-        cos: Tensor,  # [T, D]
-        sin: Tensor,  # [T, D]
-        *,
-        head_size: int,
-        norm: Tensor | None,
-        epsilon: float,
-    ) -> Tensor:
-        """Queries [T, Hq, D], rotated; keys and values go where `attend` finds them.
-
-        See `pw_kernels.step.rotate_store`.
-        """
-        number, position = self._kv.place(layer)
-        pages, slots = self._kv.layer_pages(layer), self._inputs.slots[number][position]
-        return rotate_store(
-            qkv,
-            cos,
-            sin,
-            pages.keys,
-            pages.values,
-            slots,
-            head_size=head_size,
-            norm=norm,
-            epsilon=epsilon,
-        )
 
     def attend(
         self,
@@ -92,3 +62,7 @@ class DecodeBatch:
             softcap=softcap,
             sinks=sinks,
         )
+
+    def _slots(self, layer: int) -> Tensor:
+        number, position = self._kv.place(layer)
+        return self._inputs.slots[number][position]
