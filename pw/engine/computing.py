@@ -19,8 +19,8 @@ from pw.engine.request import TokenLogprob
 from pw.engine.runner import ModelRunner
 from pw.engine.sampling.sampler import Sampler
 from pw.engine.sequence import Chunk, Sequence
-from pw.engine.transfer import to_host, wait_for
 from pw.errors import EngineLostError
+from pw.memory.small_copies import to_host, wait_for
 
 logger = logging.getLogger(__name__)
 

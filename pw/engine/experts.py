@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from pw.blocks import ExpertGeometry
 from pw.engine.context import Batch, PrefillSpan
 from pw.engine.precision.statistics import PromptStatistics
-from pw.engine.transfer import to_host
 from pw.memory.arena import Arena
 from pw.memory.page_table import WeightPageTable
+from pw.memory.small_copies import to_host
 from pw.models.experts import Activation
 from pw_kernels.dispatch import dense_moe, fused_moe
 from pw_kernels.pages import WeightPages
@@ -51,7 +51,7 @@ class RoutingCounter:
         self.sums = torch.zeros(len(geometry.layers), 2, geometry.experts, device=device)
 
     def take(self) -> NDArray[np.float32]:
-        """Weights [L, E] since the last call, there after `transfer.wait_for`; zero again."""
+        """Weights [L, E] since the last call, there after `small_copies.wait_for`; zero again."""
         mass = to_host(self.sums[:, 0])
         self.sums.zero_()
         return mass

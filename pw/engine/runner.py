@@ -16,9 +16,9 @@ from pw.engine.experts import RoutedExperts
 from pw.engine.graphs.decode import DecodeSteps, capture_steps
 from pw.engine.sampling.logprobs import Scored, score
 from pw.engine.sequence import Chunk
-from pw.engine.transfer import to_device
 from pw.memory.budget import SCORED_ROWS
 from pw.memory.kv_cache import KvCache
+from pw.memory.small_copies import to_device
 from pw.models.skeleton import Skeleton
 
 logger = logging.getLogger(__name__)

@@ -39,6 +39,7 @@ from pw.memory.prefix_cache import (
     PrefixEntry,
     PrefixMatch,
 )
+from pw.memory.small_copies import to_device
 from pw.models.geometry import KvGeometry
 
 
@@ -359,9 +360,7 @@ class KvCache:
             pages = tables[:, token_sequence, positions // size]
             # NumPy lays out what it picks as it likes: kernels want the slots of a layer together.
             slots = np.ascontiguousarray(pages, dtype=np.int64) * size + positions % size
-            batches.append(
-                GroupBatch(torch.from_numpy(tables).to(device), torch.from_numpy(slots).to(device))
-            )
+            batches.append(GroupBatch(to_device(tables, device), to_device(slots, device)))
         return batches
 
     # -- checking --------------------------------------------------------------------------

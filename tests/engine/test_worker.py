@@ -42,6 +42,18 @@ class Other:
         return []
 
 
+def note_arrivals(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """An event that is set when the engine has dealt with the next request it is sent."""
+    seen, add = threading.Event(), worker.Worker._add
+
+    def noting(self: worker.Worker, command: wire.Add) -> None:
+        add(self, command)
+        seen.set()
+
+    monkeypatch.setattr(worker.Worker, "_add", noting)
+    return seen
+
+
 @pytest.fixture
 def engine() -> StepEngine:
     return StepEngine(max_running=64)
@@ -80,7 +92,9 @@ def test_a_server_that_does_not_read_loses_its_streams(
     while engine.aborted < len(names):
         assert not deadline.wait(0.02)
     steps = engine.steps
+    seen = note_arrivals(monkeypatch)  # nothing is read before: reading makes room again
     other.send(wire.Add("late", [1], SamplingParams()))
+    assert seen.wait(60)
     last: dict[str, wire.RequestOutput] = {}
     refused: list[wire.Refused] = []
     bytes_unread = 0

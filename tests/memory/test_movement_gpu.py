@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import numpy as np
 import pytest
 import torch
 
+from support.device import no_waits
 from support.memory import GEOMETRY, MAX_BITS, MIN_BITS, Memory, check_contents, loaded, make_memory
 
 pytestmark = [
@@ -20,16 +18,6 @@ pytestmark = [
 def on_gpu(share: float = 1.0, readers: int = 2) -> Memory:
     limit = int(share * make_memory().store.bytes)
     return loaded(device="cuda", host_limit=limit, readers=readers, lane=None, chunk_bytes=3 * 4096)
-
-
-@contextmanager
-def no_waits() -> Iterator[None]:
-    """Any call of torch that waits for the device is an error."""
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("share", [0.0, 0.4, 1.0])

@@ -42,9 +42,15 @@ class Capture:
             graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
         ):
             result = step()
+        return _Replay(graph, step, result)
 
-        def replay() -> Tensor:
-            graph.replay()
-            return result
 
-        return replay
+class _Replay:
+    """Replays a graph, and keeps alive what the graph reads: whatever the captured step holds."""
+
+    def __init__(self, graph: torch.cuda.CUDAGraph, step: Step, result: Tensor) -> None:
+        self._graph, self._step, self._result = graph, step, result
+
+    def __call__(self) -> Tensor:
+        self._graph.replay()
+        return self._result

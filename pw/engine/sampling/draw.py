@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pw.engine.request import SamplingParams
-from pw.engine.transfer import to_device
 from pw.memory.budget import sampled_rows
+from pw.memory.small_copies import to_device
 
 _GREEDY_BELOW = 1e-5  # temperatures that leave a float32 softmax nothing but the likeliest token
 _MASK = (1 << 64) - 1

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pw.engine.request import Grammar
-from pw.engine.transfer import to_device
 from pw.errors import RequestError
+from pw.memory.small_copies import to_device
 
 if TYPE_CHECKING:
     import xgrammar

@@ -10,11 +10,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pw.engine.request import TokenLogprob
-from pw.engine.transfer import to_device, to_host
 from pw.memory.budget import SCORED_ROWS
+from pw.memory.small_copies import to_device, to_host
 
 Scored = Callable[[], list[TokenLogprob]]
-"""Log-probabilities, to be asked for after `transfer.wait_for`."""
+"""Log-probabilities, to be asked for after `small_copies.wait_for`."""
 
 
 def score(

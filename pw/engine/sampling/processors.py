@@ -20,7 +20,7 @@ from torch import Tensor
 
 from pw.engine.sampling.token_counts import TokenCounts
 from pw.engine.sequence import Sequence
-from pw.engine.transfer import to_device
+from pw.memory.small_copies import to_device
 
 
 @dataclass

@@ -16,7 +16,7 @@ from pw.engine.sampling.grammar import constrain
 from pw.engine.sampling.logprobs import score
 from pw.engine.sampling.processors import bias, block, penalize
 from pw.engine.sequence import Sequence
-from pw.engine.transfer import to_device
+from pw.memory.small_copies import to_device
 
 
 class Sampler:
@@ -53,7 +53,7 @@ class Sampler:
         """Log-probabilities of chosen tokens [S] by row, where they are wanted.
 
         They are the model's own, before anything changed its logits. To be asked for after
-        `transfer.wait_for`.
+        `small_copies.wait_for`.
         """
         rows = [row for row, seq in enumerate(ready) if seq.params.logprobs is not None]
         if not rows:
