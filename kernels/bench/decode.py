@@ -143,6 +143,24 @@ def device_milliseconds(engine: Engine, batch: int) -> float:
     return begin.elapsed_time(end) / REPLAYS
 
 
+def print_kernels(engine: Engine, batch: int, lines: int = 16) -> None:
+    """Where the device's time of one captured step goes: kernels by name."""
+    steps = engine._parts.runner.steps
+    assert steps is not None
+    bucket = steps.bucket(batch)
+    with (
+        torch.inference_mode(),
+        torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile,
+    ):
+        for _ in range(10):
+            bucket.run()
+        torch.cuda.synchronize()
+    events = sorted(profile.key_averages(), key=lambda event: -event.self_device_time_total)
+    for event in events[:lines]:
+        milliseconds = event.self_device_time_total / 1e4
+        print(f"  {milliseconds:7.3f} ms {event.count // 10:5} calls  {event.key[:100]}")
+
+
 def measure(engine: Engine, policy: str, batch: int, prompt: int, steps: int) -> Row:
     """One line of the table."""
     equal, worst = differences(engine, batch, prompt)
@@ -215,6 +233,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--memory-budget", default="60GiB")
     parser.add_argument("--max-model-len", type=int, default=8192)
+    parser.add_argument("--kernels", action="store_true", help="print the kernels of a step")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
@@ -241,6 +260,8 @@ def main() -> None:
             for batch in options.batches:
                 rows.append(measure(engine, policy, batch, options.prompt, options.steps))
                 print(table(rows[-1:]).splitlines()[-1], flush=True)
+                if options.kernels:
+                    print_kernels(engine, batch)
             engine.close()
             del engine
             gc.collect()
