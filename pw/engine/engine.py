@@ -227,6 +227,7 @@ class Engine:
         self._grammars.close()
         self._parts.trace.close()
         if self._parts.team is not None:
+            self._parts.runner.release()  # ranks do not part while graphs hold their sums
             self._parts.team.close()
 
     # -- looking ---------------------------------------------------------------------------

@@ -82,9 +82,25 @@ class ModelRunner:
         both = torch.cat((logits, other_logits))
         return both[to_device(order, both.device)], scored
 
+    @torch.inference_mode()
+    def run_ahead(self, chunks: list[Chunk], drawn: Tensor) -> Tensor:
+        """Compute a decode step whose tokens [n] int64 lie on the device and were not read.
+
+        Returns:
+            Logits [n, V], which the next run may overwrite.
+        """
+        assert self.steps is not None
+        return self.steps.run(chunks, self._experts, drawn)
+
     def capture(self, most: int) -> None:
         """Let decode steps of up to `most` sequences be replayed from CUDA graphs, if they can."""
         self.steps = capture_steps(self._skeleton, self._experts, self._kv, most)
+
+    def release(self) -> None:
+        """Let decode steps run by calls from now on; their graphs are gone when this returns."""
+        if self.steps is not None:
+            self.steps.release()
+            self.steps = None
 
     def _run_packed(self, chunks: list[Chunk]) -> tuple[Tensor, dict[Chunk, Scored]]:
         """`run` as one pass over the tokens of all chunks."""

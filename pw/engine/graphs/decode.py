@@ -85,17 +85,29 @@ class DecodeSteps:
             chunk.sequence.statistics is None and not chunk.scored_targets()
         )
 
-    def run(self, chunks: Sequence[Chunk], experts: RoutedExperts) -> Tensor:
-        """Logits [n, V] of n sequences; the next run may overwrite them."""
+    def run(
+        self, chunks: Sequence[Chunk], experts: RoutedExperts, drawn: Tensor | None = None
+    ) -> Tensor:
+        """Logits [n, V] of n sequences; the next run may overwrite them.
+
+        Args:
+            chunks: [n], one token each.
+            experts: What the model's experts modules call.
+            drawn: See `DecodeInputs.fill`.
+        """
         bucket = self.bucket(len(chunks))
         rows = np.array([chunk.sequence.kv_row for chunk in chunks])
         self._tables.follow(rows, np.array([chunk.start for chunk in chunks]))
-        bucket.inputs.fill(chunks)
+        bucket.inputs.fill(chunks, drawn)
         experts.batch = bucket.batch
         try:
             return bucket.run()[: len(chunks)]
         finally:
             experts.batch = None
+
+    def release(self) -> None:
+        """Let go of the graphs, and of the memory that they hold; nothing runs any more."""
+        self._buckets = []
 
     @torch.inference_mode()
     def _make(self, size: int, experts: RoutedExperts, make: MakeGraph) -> Bucket:

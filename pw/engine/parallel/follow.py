@@ -137,7 +137,11 @@ class Followed:
         """Capture decode steps; keep them if all ranks have."""
         self._runner.capture(most)
         if not agree(self._runner.steps is not None):
-            self._runner.steps = None
+            self._runner.release()
+
+    def release(self) -> None:
+        """Let go of what was captured: ranks do not part while graphs hold their sums."""
+        self._runner.release()
 
     def change(self, changes: Seq[messages.Change]) -> messages.Progress | None:
         """Make the changes of a turn, and move copies on.

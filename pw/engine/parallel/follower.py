@@ -111,7 +111,11 @@ def follow(order: messages.Follow, link: Link) -> None:
     group = RankGroup(seat.rank, seat.size, order.folder, device, config.collective_timeout)
     seat.reduction.connect(group.all_reduce)
     try:
-        _make_turns(Followed(ground), link, group)
+        followed = Followed(ground)
+        try:
+            _make_turns(followed, link, group)
+        finally:
+            followed.release()
     finally:
         group.close()  # who waits for this rank is told at once
 

@@ -8,6 +8,8 @@ this user can read, and gloo listens on the loopback address alone.
 
 from __future__ import annotations
 
+import os
+import threading
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,14 @@ from torch import Tensor
 from torch.distributed import AllreduceOptions, FileStore  # type: ignore[attr-defined]
 
 _LOOPBACK = "127.0.0.1"
+_LEAVE_SECONDS = 3.0  # for a group to be left; NCCL does not leave while a graph holds a sum
+_NCCL = {
+    # A rank that is lost or late is seen to by `pw.engine.parallel.team`, with an exit code of 1
+    # and a reason; torch would abort the process.
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    # Capturing a sum must not wait for the other ranks: they would have to register its buffers.
+    "NCCL_GRAPH_REGISTER": "0",
+}
 
 
 class RankGroup:
@@ -63,7 +73,9 @@ class RankGroup:
 
     def close(self) -> None:
         """Leave; who waits in a sum here waits no longer."""
-        self._group.abort()
+        leave = threading.Thread(target=self._group.abort, name="pw-leave", daemon=True)
+        leave.start()
+        leave.join(_LEAVE_SECONDS)
 
 
 def _gloo(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
@@ -78,6 +90,8 @@ def _gloo(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
 def _nccl(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
     from torch.distributed import ProcessGroupNCCL
 
+    for name, value in _NCCL.items():
+        os.environ.setdefault(name, value)
     options = ProcessGroupNCCL.Options()
     options._timeout = timeout
     return ProcessGroupNCCL(store, rank, size, options)

@@ -7,6 +7,9 @@ is under way on all, whichever is late; if they failed on one, it has failed.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -202,12 +205,15 @@ class LeadRunner(ModelRunner):
         self._told = [np.full_like(table, -1) for table in self._tables]
 
     def capture(self, most: int) -> None:
-        """See `ModelRunner`. All ranks capture together, or none replays."""
-        with self._team.in_step():
+        """See `ModelRunner`. All ranks capture the same steps in the same order, or none replays.
+
+        The first runs of a step add up over the ranks; its capture asks nothing of the others.
+        """
+        with self._team.in_step(math.inf):  # kernels are compiled, for every batch size
             self._team.capture(most)
             super().capture(most)
             if not self._team.group.agree(self.steps is not None):
-                self.steps = None
+                self.release()
 
     def run(self, chunks: list[Chunk]) -> tuple[Tensor, dict[Chunk, Scored]]:
         """See `ModelRunner`.
@@ -217,7 +223,19 @@ class LeadRunner(ModelRunner):
         """
         with self._team.in_step():
             self._team.turn(self._step(chunks))
-            return super().run(chunks)
+            result = super().run(chunks)
+            self._team.launched()
+            return result
+
+    @contextmanager
+    def threads_for(self, chunks: list[Chunk]) -> Iterator[None]:
+        """See `ModelRunner`. Until the results are there, a rank that is lost ends the step.
+
+        Raises:
+            EngineLostError: It has.
+        """
+        with self._team.watched(), super().threads_for(chunks):
+            yield
 
     def first_not_finite(self, chunk: Chunk) -> str:
         """See `ModelRunner`. The others compute it again, too."""

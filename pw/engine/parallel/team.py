@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import logging
+import math
 import os
 import select
 import shutil
@@ -19,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -33,9 +36,13 @@ from pw.engine.process.wire import FrameBuffer
 from pw.errors import ConfigError, EngineLostError, PwError, StoreError
 from pw.memory.budget import MemoryPlan
 
+logger = logging.getLogger(__name__)
+
 _END_SECONDS = 5.0  # for a follower to end by itself
 _REASON_SECONDS = 1.0  # for the end of a follower to be seen after a sum has failed
 _STUCK_SECONDS = 5.0  # for a step that waits for a lost rank to give up
+_COMPILE_SECONDS = 120.0  # of a step in which kernels are compiled, beside the ranks' wait
+_LOOK_MILLISECONDS = 500  # between looks at the clock
 _RECEIVE_BYTES = 1 << 16
 
 _Answer = TypeVar("_Answer", messages.Here, messages.Planned, messages.Ready, messages.Fetched)
@@ -124,7 +131,8 @@ class Team:
         self._folder, self._timeout = folder, timeout
         self._changes: list[messages.Change] = []
         self._group: RankGroup | None = None
-        self._in_step = threading.Event()
+        self._deadline: float | None = None  # of the step in hand, if one is
+        self._late = self._given_up = False
         self._closed = threading.Event()
         threading.Thread(target=self._watch, name="pw-ranks", daemon=True).start()
 
@@ -171,7 +179,8 @@ class Team:
                 )
         self.dense = [answer.dense for answer in answers]
         try:
-            self._group = RankGroup(0, self.size, self._folder, device, self._timeout)
+            with self.watched():
+                self._group = RankGroup(0, self.size, self._folder, device, self._timeout)
         except RuntimeError as error:
             raise PwError(f"the ranks cannot meet: {self.reason(error)}") from error
         return self._group
@@ -223,19 +232,46 @@ class Team:
                 raise StoreError(f"rank {follower.rank}: {answer.error}")
 
     @contextlib.contextmanager
-    def in_step(self) -> Iterator[None]:
+    def watched(self, seconds: float = _COMPILE_SECONDS) -> Iterator[None]:
+        """Around what waits for the other ranks, on a GPU from a step's launch to its results.
+
+        Args:
+            seconds: That it may take, beside the wait.
+
+        Raises:
+            EngineLostError: The others were given up meanwhile: what has come out means nothing.
+        """
+        outer = self._deadline
+        if outer is None:
+            self._deadline = time.monotonic() + seconds + self._timeout
+        try:
+            yield
+        finally:
+            self._deadline = outer
+        if self._given_up:
+            raise EngineLostError(self.reason(TimeoutError("they were given up")))
+
+    def launched(self) -> None:
+        """Nothing but the wait is left of a step."""
+        if self._deadline is not None:
+            limit = time.monotonic() + self._timeout + _STUCK_SECONDS
+            self._deadline = min(self._deadline, limit)
+
+    @contextlib.contextmanager
+    def in_step(self, seconds: float = _COMPILE_SECONDS) -> Iterator[None]:
         """A step that the ranks compute together. Whatever breaks in it breaks the replica.
+
+        Args:
+            seconds: See `watched`.
 
         Raises:
             EngineLostError: It broke, with what is known of the reason.
         """
-        self._in_step.set()
-        try:
-            yield
-        except Exception as error:
-            raise EngineLostError(self.reason(error)) from error
-        finally:
-            self._in_step.clear()
+        with self.watched(seconds):
+            try:
+                yield
+            except Exception as error:
+                raise EngineLostError(self.reason(error)) from error
 
     def check(self) -> None:
         """See that all followers live.
@@ -254,6 +290,8 @@ class Team:
                 follower.receive(0)
             if (how := follower.how_it_ended(_REASON_SECONDS / self.size)) is not None:
                 return f"rank {follower.rank} of {self.size} has ended: {how}"
+        if self._late:
+            return f"the {self.size} ranks do not come together: one is late"
         line = str(error).partition("\n")[0]
         return f"the {self.size} ranks do not come together: {type(error).__name__}: {line}"
 
@@ -304,14 +342,25 @@ class Team:
                 )
 
     def _watch(self) -> None:
-        """End the process when a step waits for a rank that is lost, and cannot be made to stop."""
+        """Give the ranks up when a step waits for one that is lost or late.
+
+        NCCL's sums have no end of their own: without a rank they wait on the device for ever. If
+        that cannot be stopped, the process ends here.
+        """
         poll = select.poll()
         for follower in self.followers:
             poll.register(follower.socket, 0)  # hang-ups are always reported
-        poll.poll()
-        if self._closed.is_set() or not self._in_step.is_set():
-            return  # the next safe point sees it
+        while True:
+            gone, deadline = poll.poll(_LOOK_MILLISECONDS), self._deadline
+            self._late = deadline is not None and time.monotonic() > deadline
+            if self._closed.is_set() or (gone and deadline is None):
+                return  # the next safe point sees it, or cannot send a step
+            if gone or self._late:
+                break
+        self._given_up = True
         if self._group is not None:
             self._group.close()
-        if not self._closed.wait(_STUCK_SECONDS) and self._in_step.is_set():
+        if not self._closed.wait(_STUCK_SECONDS) and self._deadline is not None:
+            logger.critical("a step cannot be ended: %s", self.reason(TimeoutError("it waits")))
+            logging.shutdown()
             os._exit(1)

@@ -262,4 +262,6 @@ def end_with_the_other_end(sock: socket.socket) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    code = main(sys.argv[1:])
+    logging.shutdown()
+    os._exit(code)  # threads may wait for ranks that have gone
