@@ -59,16 +59,23 @@ class DecodeInputs:
         self._views = [_fields(host, size, layers) for host in self._hosts]
         self._turn = 0
 
-    def fill(self, chunks: Sequence[Chunk]) -> None:
-        """Send a step of at most B sequences, one token each, with one copy in stream order."""
-        self._turn = (self._turn + 1) % _TURNS
-        self._write(self._views[self._turn], chunks)
-        self._buffer.copy_(self._hosts[self._turn], non_blocking=True)
+    def fill(self, chunks: Sequence[Chunk], drawn: Tensor | None = None) -> None:
+        """Send a step of at most B sequences, one token each, with one copy in stream order.
 
-    def _write(self, to: _Fields, chunks: Sequence[Chunk]) -> None:
+        Args:
+            chunks: The sequences, [n] in order.
+            drawn: [n] int64 on the device, the tokens if the host has not read them; below 0: any.
+        """
+        self._turn = (self._turn + 1) % _TURNS
+        self._write(self._views[self._turn], chunks, known=drawn is None)
+        self._buffer.copy_(self._hosts[self._turn], non_blocking=True)
+        if drawn is not None:
+            torch.clamp(drawn, min=0, out=self.on_device.ids[: len(chunks)])
+
+    def _write(self, to: _Fields, chunks: Sequence[Chunk], *, known: bool) -> None:
         count = len(chunks)
         rows, positions = to.rows.numpy(), to.positions.numpy()
-        to.ids.numpy()[:count] = [chunk.token_ids()[0] for chunk in chunks]
+        to.ids.numpy()[:count] = [chunk.token_ids()[0] for chunk in chunks] if known else 0
         rows[:count] = [chunk.sequence.kv_row for chunk in chunks]
         positions[:count] = [chunk.start for chunk in chunks]
         lengths = to.seq_lens.numpy()
