@@ -66,14 +66,16 @@ def test_the_bar_is_as_wide_as_the_screen_and_in_proportion() -> None:
 
 
 def test_requests_are_listed() -> None:
-    engine = MovingEngine(2, 4)
-    engine.step_seconds = 0.05
-    with serving(engine) as served, httpx.Client(base_url=served.url, timeout=PATIENCE) as client:
-        stream = served.openai.completions.create(model="fake", prompt="1 2", stream=True)
+    prompt = f"1 {MovingEngine.HOLD}"
+    with (
+        serving(MovingEngine(2, 4)) as served,
+        httpx.Client(base_url=served.url, timeout=PATIENCE) as client,
+    ):
+        stream = served.openai.completions.create(model="fake", prompt=prompt, stream=True)
         first = next(stream)
         view = View(served.url)
         view.look(client)
-        list(stream)
+        stream.close()
     line = next(line for line in show(view, 140).splitlines() if first.id in line)
     assert re.search(r"running +2 +\d+ +\d\.\d\d s +\d+\.\d s +5\.50", line)
 

@@ -1,16 +1,18 @@
-import time
+from types import SimpleNamespace
 
 import pytest
 
 from pw.engine.request import RequestOutput, SamplingParams
 from pw.errors import PwError
+from pw.evaluation import speed as measured
 from pw.evaluation.speed import Load, engine_speed, planner_seconds
 
 
 class SlowEngine:
-    """Takes 2 ms a step and gives every request one token in it."""
+    """Takes 2 ms a step, of a clock of its own, and gives every request one token in it."""
 
     def __init__(self, lost: int = 0) -> None:
+        self.seconds = 0.0
         self.left: dict[str, int] = {}
         self.lost = lost
         self.steps = 0
@@ -24,7 +26,7 @@ class SlowEngine:
         return bool(self.left)
 
     def step(self) -> list[RequestOutput]:
-        time.sleep(0.002)
+        self.seconds += 0.002
         self.steps += 1
         self.left = {name: left - 1 for name, left in self.left.items()}
         outputs = [RequestOutput(name, token_ids=(1,)) for name in self.left]
@@ -39,11 +41,14 @@ def test_prompts_are_the_same_every_time_and_within_the_vocabulary() -> None:
     assert {token for prompt in prompts for token in prompt} <= set(range(11))
 
 
-def test_speed_counts_the_tokens_of_the_whole_batch_after_one_warm_up() -> None:
+def test_speed_counts_the_tokens_of_the_whole_batch_after_one_warm_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     engine = SlowEngine()
+    monkeypatch.setattr(measured, "time", SimpleNamespace(perf_counter=lambda: engine.seconds))
     speed = engine_speed(engine, Load(4, 2, 10), 11, repeats=2)
     assert engine.steps == 30
-    assert 200 < speed < 4 / 0.002
+    assert speed == pytest.approx(4 / 0.002)
 
 
 def test_a_run_that_loses_tokens_is_no_measurement() -> None:

@@ -11,6 +11,7 @@ from pw.errors import RequestError
 from pw.models import tokenizer as tokenizers
 from pw.models.resolve import resolve_model
 from pw.models.tokenizer import Tokenizer, load_tokenizer
+from support.patience import allowed
 
 USER = [{"role": "user", "content": "hi"}]
 
@@ -51,7 +52,7 @@ def test_a_template_has_limited_time(tokenizer: Tokenizer, monkeypatch: pytest.M
     start = time.monotonic()
     with pytest.raises(RequestError, match=r"longer than 0\.2 s"):
         tokenizer.render_chat(USER)
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < allowed(2)
     tokenizer.use_template("{{ messages[0].content }}")
     assert tokenizer.render_chat(USER) == "hi"
 

@@ -69,9 +69,10 @@ def connect(served: Served, **body: Any) -> socket.socket:
 
 
 def read_until(client: socket.socket, mark: bytes) -> None:
+    """Byte by byte: what comes after the mark is for the next call."""
     seen = b""
-    while mark not in seen:
-        got = client.recv(4096)
+    while not seen.endswith(mark):
+        got = client.recv(1)
         assert got, seen[-500:]
         seen += got
 

@@ -83,30 +83,51 @@ def test_a_killed_engine_is_told_to_everyone_and_ends_the_server(launch: Launch)
 
 
 def test_new_requests_are_refused_while_the_server_leaves(launch: Launch, tmp_path: Path) -> None:
-    """A client that reads nothing keeps the server for the seconds it gives to be told."""
+    """A client that reads nothing keeps the server until it has gone."""
     uds = str(tmp_path / "socket")
-    server = launch(0.001, endpoint={"uds": uds}, failed_seconds=5)
+    server = launch(0.001, endpoint={"uds": uds}, failed_seconds=PATIENCE)
     [engine] = server.children()
-    with (
-        httpx.Client(
-            base_url="http://x", transport=httpx.HTTPTransport(uds=uds), timeout=PATIENCE
-        ) as http,
-        lazy_reader(uds, n=16),
-    ):
-        wait_until(lambda: http.get("/v1/pw/status").json()["step"] > 100)
-        time.sleep(1.5)  # more than the socket holds has been made
-        os.kill(engine, signal.SIGKILL)
-        wait_until(lambda: http.get("/health/ready").status_code == 503)
-        refused = http.post("/v1/completions", json={"prompt": "1"})
-        assert refused.status_code == 503
-        assert refused.json()["error"]["code"] == "engine_unavailable"
-        assert refused.headers["retry-after"]
-        assert http.get("/health/live").status_code == 200
-        assert http.get("/v1/pw/status").json()["step"] > 100
-        assert http.get("/metrics").status_code == 200
+    with over_uds(uds) as http:
+        with lazy_reader(uds, n=16):
+            wait_until(lambda: step_of(http) > FULL)
+            os.kill(engine, signal.SIGKILL)
+            wait_until(lambda: http.get("/health/ready").status_code == 503)
+            refused = http.post("/v1/completions", json={"prompt": "1"})
+            assert refused.status_code == 503
+            assert refused.json()["error"]["code"] == "engine_unavailable"
+            assert refused.headers["retry-after"]
+            assert http.get("/health/live").status_code == 200
+            assert step_of(http) > FULL
+            assert http.get("/metrics").status_code == 200
+            assert server.process.poll() is None
         assert server.process.wait(PATIENCE) == 1
     assert "Traceback" not in server.end()[2]
     assert not Path(uds).exists()
+
+
+def test_who_reads_nothing_keeps_the_server_for_seconds_only(
+    launch: Launch, tmp_path: Path
+) -> None:
+    uds = str(tmp_path / "socket")
+    server = launch(0.001, endpoint={"uds": uds}, failed_seconds=0.5)
+    [engine] = server.children()
+    with over_uds(uds) as http, lazy_reader(uds, n=16):
+        wait_until(lambda: step_of(http) > FULL)
+        os.kill(engine, signal.SIGKILL)
+        assert server.process.wait(PATIENCE) == 1
+
+
+FULL = 400  # steps of 16 sequences: megabytes, where a socket holds 200 kB
+
+
+def over_uds(uds: str) -> httpx.Client:
+    return httpx.Client(
+        base_url="http://x", transport=httpx.HTTPTransport(uds=uds), timeout=PATIENCE
+    )
+
+
+def step_of(http: httpx.Client) -> int:
+    return int(http.get("/v1/pw/status").json()["step"])
 
 
 @contextmanager
@@ -143,16 +164,18 @@ def test_a_stopped_engine_is_a_stall_until_it_goes_on(launch: Launch) -> None:
 
 def test_sixty_four_streams_are_drained(launch: Launch) -> None:
     """A terminal or a supervisor may signal both processes; the engine leaves it to the server."""
-    server = launch(0.04)
+    server = launch(0.01)
     [engine] = server.children()
     crowd = {"prompt": [StepEngine.CROWD], "max_tokens": 100}  # nobody ends before all have come
     many = [complete_later(server.url, n=8, **crowd) for _ in range(7)]
     streams = [Stream(server.url, **crowd) for _ in range(8)]
     wait_until(lambda: status(server.url)["open_sequences"] == 64)
+    os.kill(engine, signal.SIGSTOP)  # so that the server is seen to drain
     server.process.send_signal(signal.SIGTERM)
     os.kill(engine, signal.SIGTERM)
     wait_until(lambda: ready(server.url) == 503)
     assert complete(server.url).json()["error"]["message"] == "server is shutting down"
+    os.kill(engine, signal.SIGCONT)
     for stream in streams:
         assert stream.join().errors == []
         assert "".join(stream.texts).split() == [str(n + 1) for n in range(100)]

@@ -180,7 +180,7 @@ def test_client_that_leaves_a_stream(start, caplog):
             model="fake", messages=[{"role": "user", "content": str(HOLD)}], stream=True
         )
         next(stream)
-        assert served.engine.running == 1
+        wait_for(lambda: served.engine.running == 1)
         stream.close()
         wait_for(lambda: served.context.gate.open_sequences == 0)
         assert served.engine.running == 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 
 import httpx
 import openai
@@ -14,6 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from pw.errors import ConfigError
 from pw.serving.context import ServingConfig
 from pw.serving.server import how_to_call
+from tests.serving.conftest import wait_for
 from tests.serving.fakes import FakeEngine
 
 LABELS = 'engine="0",model_name="fake"'
@@ -64,11 +64,14 @@ def test_a_stalled_engine_is_not_ready(start):
     with start() as served:
         served.context.watch.progress._stall_seconds = 0.2
         served.engine.running = 64
-        while (answer := served.http.get("/health/ready")).status_code == 200:
-            time.sleep(0.05)
-        assert answer.json() == {"reason": "engine_stalled"}
-        served.engine.step += 1
-        assert served.http.get("/health/ready").status_code == 200
+        wait_for(lambda: served.http.get("/health/ready").status_code == 503)
+        assert served.http.get("/health/ready").json() == {"reason": "engine_stalled"}
+
+        def steps():
+            served.engine.step += 1
+            return served.http.get("/health/ready").status_code
+
+        wait_for(lambda: steps() == 200)  # at once, unless the machine stood still
 
 
 def test_load_and_requests_say_what_goes_on(start):

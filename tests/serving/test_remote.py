@@ -19,7 +19,7 @@ from pw.logs import LogSettings
 from pw.serving.errors import GenerationError
 from pw.serving.process import remote
 from pw.serving.process.engine_process import EngineProcess
-from support.patience import allowed
+from support.patience import PATIENCE, allowed
 from support.remote import FOREVER, SHORT, alive, launch, outputs, until, with_engine
 from support.step_engine import StepEngine
 
@@ -224,16 +224,16 @@ def test_a_request_that_waits_too_long_is_given_up():
 
 def test_shutdown_lets_requests_finish_and_takes_no_more():
     async def work(engine):
-        tasks = [
-            asyncio.create_task(outputs(engine, f"r{i}", SamplingParams(max_tokens=600)))
-            for i in range(3)
-        ]
-        await until(lambda: engine.status().running == 3)
-        ending = asyncio.create_task(engine.shutdown(20))
+        params = SamplingParams(max_tokens=300)
+        streams = [engine.generate(f"r{i}", [1], params) for i in range(3)]
+        for stream in streams:
+            assert (await anext(stream)).finish_reason is None
+        ending = asyncio.create_task(engine.shutdown(PATIENCE))
         await asyncio.sleep(0)
         with pytest.raises(RequestError, match="takes no more requests"):
             await outputs(engine, "late")
-        assert [(await task)[-1].finish_reason for task in tasks] == ["length"] * 3
+        for stream in streams:
+            assert [output.finish_reason async for output in stream][-1] == "length"
         await ending
         assert not engine.failed
 
@@ -283,7 +283,7 @@ def test_signals_for_the_whole_service_do_not_reach_the_engine():
 
 PARENT = """
 import time
-from support.patience import allowed
+from support.patience import PATIENCE, allowed
 from support.remote import launch
 process = launch("0.002")
 process.wait_until_ready()

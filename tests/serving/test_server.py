@@ -20,6 +20,7 @@ from pw.serving.listen import Endpoint
 from pw.serving.server import serve
 from support.patience import PATIENCE, allowed
 from support.served import Stream, server_process
+from tests.serving.conftest import wait_for
 from tests.serving.fakes import STORY, FakeEngine, WordTokenizer
 
 
@@ -53,13 +54,11 @@ def test_banner_can_be_pasted(launch):
 
 
 def test_first_signal_drains(launch):
-    server = launch(0.3, PATIENCE)
+    server = launch(0.0, PATIENCE, "paced")
     stream = Stream(server.url)
     server.process.send_signal(signal.SIGTERM)
     with httpx.Client(base_url=server.url, timeout=PATIENCE) as http:
-        while http.get("/health/ready").status_code == 200:
-            time.sleep(0.005)
-        assert http.get("/health/ready").status_code == 503
+        wait_for(lambda: http.get("/health/ready").status_code == 503)
         assert http.get("/health/live").status_code == 200
         assert http.get("/v1/pw/status").json()["draining"]
         refused = http.post("/v1/completions", json={"prompt": "1"})
@@ -67,6 +66,7 @@ def test_first_signal_drains(launch):
         assert refused.headers["retry-after"] == "1"
         assert refused.json()["error"]["message"] == "server is shutting down"
     assert stream.reader.is_alive()
+    server.process.send_signal(signal.SIGUSR1)  # the stream goes on
     stream.join()
     assert ("".join(stream.texts), stream.errors) == ("".join(word + " " for word in STORY), [])
     code, out, err = server.end()
@@ -91,10 +91,9 @@ def test_second_signal_cuts_off(launch):
     asker = threading.Thread(target=ask)
     asker.start()
     with httpx.Client(base_url=server.url, timeout=PATIENCE) as http:
-        while http.get("/v1/pw/status").json()["open_sequences"] == 0:
-            time.sleep(0.01)
-    server.process.send_signal(signal.SIGTERM)
-    time.sleep(0.3)
+        wait_for(lambda: http.get("/v1/pw/status").json()["open_sequences"] == 1)
+        server.process.send_signal(signal.SIGTERM)
+        wait_for(lambda: http.get("/health/ready").status_code == 503)
     assert server.process.poll() is None
     begin = time.monotonic()
     server.process.send_signal(signal.SIGTERM)
@@ -108,11 +107,11 @@ def test_second_signal_cuts_off(launch):
 
 
 def test_time_over_ends_streams_with_an_error(launch):
-    server = launch(0.5, 0.3)
-    stream = Stream(server.url)
+    server = launch(0.0, 0.3)
+    stream = Stream(server.url, [FakeEngine.HOLD])
     server.process.send_signal(signal.SIGTERM)
     stream.join()
-    assert len(stream.texts) < 4
+    assert "".join(stream.texts) == "The 🦊 jumps "
     (error,) = stream.errors
     assert isinstance(error, openai.APIError)
     assert "server is shutting down" in str(error)
