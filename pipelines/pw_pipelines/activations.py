@@ -1,4 +1,5 @@
-"""Hidden states of many batches at one or several layers: in memory, or in a file without a name.
+"""Hidden states of many batches at one or several layers: in memory, a GPU's if they are made
+there, or in a file.
 
 Axes: B windows of a batch, S tokens of a window, H hidden.
 """
@@ -15,11 +16,17 @@ import torch
 from torch import Tensor
 
 MEMORY_BYTES = 1 << 29  # above this they go to a file
+_GPU_SHARE = 0.3  # of a GPU's free memory, for the same: writing them takes longer than a layer
 
 
-def needs_file(places: int, batches: list[Tensor], hidden: int, dtype: torch.dtype) -> bool:
-    """Whether such `Activations` are too many for memory."""
-    return places * len(batches) * _stride(batches, hidden, dtype) > MEMORY_BYTES
+def needs_file(
+    places: int, batches: list[Tensor], hidden: int, dtype: torch.dtype, device: torch.device
+) -> bool:
+    """Whether such `Activations` are too many for the memory of the device."""
+    room = MEMORY_BYTES
+    if device.type == "cuda":
+        room = int(_GPU_SHARE * torch.cuda.mem_get_info(device)[0])
+    return places * len(batches) * _stride(batches, hidden, dtype) > room
 
 
 def _stride(batches: list[Tensor], hidden: int, dtype: torch.dtype) -> int:
@@ -37,7 +44,8 @@ class Activations:
         batches: Tokens [B, S] of each batch.
         hidden: H.
         dtype: Of the states.
-        scratch: Folder of the file, if there is one; None = the system's for temporary files.
+        device: Where they are made, and kept if they fit there.
+        scratch: Folder of the file if they do not; None = the system's for temporary files.
         keep: Use this named file instead, and what an earlier run left in it.
     """
 
@@ -47,15 +55,16 @@ class Activations:
         batches: list[Tensor],
         hidden: int,
         dtype: torch.dtype,
+        device: torch.device,
         scratch: Path | None,
         keep: Path | None = None,
     ) -> None:
         self._shapes = [(*ids.shape, hidden) for ids in batches]
-        self._dtype = dtype
+        self._dtype, self._device = dtype, device
         self._stride = _stride(batches, hidden, dtype)
         self._held: dict[tuple[int, int], Tensor] = {}
         self._file: IO[bytes] | None = None
-        if needs_file(places, batches, hidden, dtype):
+        if needs_file(places, batches, hidden, dtype, device):
             if keep is not None:
                 self._file = os.fdopen(os.open(keep, os.O_RDWR | os.O_CREAT, 0o644), "r+b", 0)
             else:
@@ -64,7 +73,8 @@ class Activations:
 
     def put(self, place: int, batch: int, states: Tensor) -> None:
         """Keep states [B, S, H]."""
-        states = states.detach().to("cpu", self._dtype).contiguous()
+        where = self._device if self._file is None else "cpu"
+        states = states.detach().to(where, self._dtype).contiguous()
         if self._file is None:
             self._held[place, batch] = states
             return
@@ -74,7 +84,7 @@ class Activations:
             left, offset = left[count:], offset + count
 
     def get(self, place: int, batch: int) -> Tensor:
-        """States [B, S, H] on the CPU; not to be changed."""
+        """States [B, S, H], on the device or on the CPU; not to be changed."""
         if self._file is None:
             return self._held[place, batch]
         states = torch.empty(self._shapes[batch], dtype=self._dtype)

@@ -159,7 +159,7 @@ class ObservedModel:
                 advance(windows.shape[0])
                 continue
             for batch, ids in enumerate(parts):
-                hidden = states.get(input_of(layer), batch).to(self.device)
+                hidden = states.get(input_of(layer), batch).to(self.device).detach()
                 hidden.requires_grad_(layer > first)
                 upstream = None if layer == last else states.get(above + (layer + 1) % 2, batch)
                 with self._watched(observer, None), torch.enable_grad():
@@ -217,12 +217,12 @@ class ObservedModel:
         """Room for hidden states, for what layers of each batch share, and what is done already."""
         hidden, dtype = self._model.hidden_size, self._dtype
         # What layers share is in memory alone; what fits in memory is quick.
-        needed = not self._model.shares_kv and needs_file(places, parts, hidden, dtype)
+        needed = not self._model.shares_kv and needs_file(places, parts, hidden, dtype, self.device)
         if savepoint is not None and not savepoint.useful(needed):
             savepoint = None
         steps = _Steps(savepoint, observers)
         keep = None if savepoint is None else savepoint.states
-        states = Activations(places, parts, hidden, dtype, self._scratch, keep)
+        states = Activations(places, parts, hidden, dtype, self.device, self._scratch, keep)
         return states, [{} for _ in parts], steps
 
     def _embed(self, ids: Tensor) -> Tensor:

@@ -39,16 +39,18 @@ class StageCost:
     stage: str
     seconds: float
     anonymous_bytes: int  # peak of RssAnon, looked at fifty times a second
-    resident_bytes: int  # peak of all resident pages, by the kernel
+    resident_bytes: int  # the same of all resident pages
     gpu_bytes: int  # peak of what torch held; 0 on a CPU
 
 
 class _Watch:
-    """Follows the memory of this process while it is entered (Linux)."""
+    """Follows the memory of this process while it is entered (Linux).
+
+    A kernel that does not tell anonymous pages from others is asked for all resident ones.
+    """
 
     def __enter__(self) -> _Watch:
-        Path("/proc/self/clear_refs").write_text("5")  # the kernel's peak starts anew
-        self.anonymous, self._stop = 0, threading.Event()
+        self.anonymous, self.resident, self._stop = 0, 0, threading.Event()
         self._thread = threading.Thread(target=self._look, daemon=True)
         self._thread.start()
         self._started = time.perf_counter()
@@ -60,20 +62,16 @@ class _Watch:
         self.seconds = time.perf_counter() - self._started
         self._stop.set()
         self._thread.join()
-        self.resident = _status("VmHWM")
         self.gpu = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
 
     def _look(self) -> None:
         while not self._stop.wait(_SECONDS_BETWEEN_LOOKS):
-            self.anonymous = max(self.anonymous, _status("RssAnon"))
-
-
-def _status(field: str) -> int:
-    """Bytes of a field of this process."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(f"{field}:"):
-            return int(line.split()[1]) * 1024
-    raise KeyError(field)
+            lines = Path("/proc/self/status").read_text().splitlines()
+            found = dict(line.split(":", 1) for line in lines)
+            resident = int(found["VmRSS"].split()[0]) * 1024
+            anonymous = int(found["RssAnon"].split()[0]) * 1024 if "RssAnon" in found else resident
+            self.anonymous = max(self.anonymous, anonymous)
+            self.resident = max(self.resident, resident)
 
 
 def measure(model: Path, out: Path, config: QuantizeConfig, device: str) -> list[StageCost]:
@@ -158,6 +156,7 @@ def main() -> None:
     parser.add_argument("--max-bits", type=int, default=8)
     parser.add_argument("--nsamples", type=int, default=128)
     parser.add_argument("--seqlen", type=int, default=2048)
+    parser.add_argument("--json", type=Path, help="file for both runs' figures")
     parser.add_argument("--run", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.run is not None:
@@ -173,6 +172,9 @@ def main() -> None:
     costs = tuple([StageCost(**cost) for cost in run["costs"]] for run in runs)
     disk = (runs[0]["disk"], runs[1]["disk"])
     layers = (given.layers[0], given.layers[1])
+    if given.json is not None:
+        named = [run | {"layers": n} for run, n in zip(runs, layers, strict=True)]
+        given.json.write_text(json.dumps(named))
     print(report(layers, (costs[0], costs[1]), disk, settings["num_hidden_layers"]))
 
 

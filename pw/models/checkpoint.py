@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from pw.models.keymap import KeyMap, map_keys
 from pw.models.shards import ShardIndex
 
 _FLOATS = ("F32", "F16", "BF16")
+_DIGESTS_AT_ONCE = 8
 
 
 class Checkpoint:
@@ -113,12 +115,11 @@ class Checkpoint:
 
     def fingerprint(self) -> dict[str, str]:
         """Hex sha256 of the config and of every weight file, by file name."""
-        digests = {}
-        for file in (self.path / "config.json", *self.shards.files):
-            with file.open("rb") as stream:
-                digests[file.name] = hashlib.file_digest(stream, "sha256").hexdigest()
-                self.shards.bytes_read += stream.tell()
-        return digests
+        files = [self.path / "config.json", *self.shards.files]
+        with ThreadPoolExecutor(_DIGESTS_AT_ONCE) as pool:  # a core makes some 1.5 GB/s
+            digests = list(pool.map(_sha256, files))
+        self.shards.bytes_read += sum(file.stat().st_size for file in files)
+        return {file.name: digest for file, digest in zip(files, digests, strict=True)}
 
     def _read_pieces(self, key: BlockKey) -> Tensor:
         """A block that is stored as one tensor per projection, each read into its rows."""
@@ -200,3 +201,8 @@ class Checkpoint:
 
 _LEAF: dict[Module, str] = {"gate_up": "gate_up_proj", "down": "down_proj"}
 _BLOCK_LEAVES = tuple(_LEAF.values())
+
+
+def _sha256(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
