@@ -17,7 +17,7 @@ from pw.serving.openai.defaults import SamplingDefaults
 from pw.serving.openai.generation import Generation, SequenceSpec
 from pw.serving.openai.logprobs import TokenTexts
 from pw.serving.openai.prompts import EncodedPrompt, PromptEncoder
-from pw.serving.openai.tool_parsers import SYNTAXES
+from pw.serving.openai.tool_syntaxes import SYNTAXES
 from pw.serving.openai.tools import ToolSettings
 from pw.serving.operations.health import STALL_SECONDS, Health
 from pw.serving.operations.metrics import ServingMetrics
@@ -40,7 +40,7 @@ class ServingConfig:
     admin_keys: tuple[str, ...] = ()  # empty: nobody changes the policy
     strict: bool = False  # refuse unknown fields
     tokens_by_id: bool = False  # spell tokens in logprobs as `token_id:123`
-    tool_call_parser: str = "auto"  # a name of `tool_parsers.SYNTAXES`, or by the chat template
+    tool_call_parser: str = "auto"  # a name of `tool_syntaxes.SYNTAXES`, or by the chat template
     auto_tool_choice: bool = True
     template_kwargs: dict[str, Any] = field(default_factory=dict)  # for every chat template
     grammar_tokenizer: Path | None = None  # folder of the tokenizer; None: no structured output

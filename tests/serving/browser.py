@@ -89,7 +89,7 @@ class Page:
 @contextmanager
 def served(app: Any) -> Iterator[str]:
     server = uvicorn.Server(uvicorn.Config(app, port=0, log_config=None, ws="none"))
-    thread = threading.Thread(target=server.run)
+    thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     while not server.started:
         assert thread.is_alive()
@@ -98,7 +98,7 @@ def served(app: Any) -> Iterator[str]:
         yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
     finally:
         server.should_exit = True
-        thread.join()
+        thread.join(PATIENCE)
 
 
 @pytest.fixture(scope="session")

@@ -60,7 +60,7 @@ def serving(
             app, port=0, log_config=None, ws="none", timeout_keep_alive=KEEP_ALIVE_SECONDS
         )
     )
-    thread = threading.Thread(target=lambda: asyncio.run(server.serve()))
+    thread = threading.Thread(target=lambda: asyncio.run(server.serve()), daemon=True)
     thread.start()
     while not server.started:
         assert thread.is_alive()
@@ -76,7 +76,8 @@ def serving(
             yield Served(url, engine, app.state.context, paths, http, client)
     finally:
         server.should_exit = True
-        thread.join()
+        thread.join(PATIENCE)
+    assert not thread.is_alive()
     assert getattr(engine, "stopped", True)
 
 

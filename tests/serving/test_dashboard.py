@@ -18,7 +18,7 @@ import pytest
 import uvicorn
 
 from pw.serving.operations.page import page_paths
-from support.patience import get
+from support.patience import PATIENCE, get
 from tests.serving.browser import Page, needs_browser, served
 from tests.serving.conftest import abandoned
 from tests.serving.show_dashboard import KINDS, PAGE, MovingEngine, moving_app
@@ -260,11 +260,11 @@ def test_a_server_that_is_gone_and_comes_back(driver: Any) -> None:
         moving_app(engine, seconds=5), port=int(url.rpartition(":")[2]), log_config=None, ws="none"
     )
     server = uvicorn.Server(config)
-    thread = threading.Thread(target=server.run)
+    thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     page.wait_for("state", "ready")
     server.should_exit = True
-    thread.join()
+    thread.join(PATIENCE)
     driver.get("about:blank")
 
 

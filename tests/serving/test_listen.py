@@ -40,7 +40,9 @@ def listening(endpoint: Endpoint, origins: tuple[str, ...] = (), **config: objec
     started = threading.Event()
     with endpoint.listening() as listener:
         server = DrainingServer(_uvicorn_config(app, endpoint), app.state.context, 1.0, started.set)
-        thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])))
+        thread = threading.Thread(
+            target=lambda: asyncio.run(server.serve(sockets=[listener])), daemon=True
+        )
         thread.start()
         try:
             assert started.wait(PATIENCE)

@@ -7,7 +7,9 @@ import random
 
 import pytest
 
-from pw.serving.openai.tool_parsers import SYNTAXES, CallList, MarkedCalls, NamedCall, ToolCall
+from pw.serving.openai.tool_parsers import CallList, MarkedCalls, NamedCall
+from pw.serving.openai.tool_syntaxes import SYNTAXES
+from pw.serving.openai.tool_text import CallBegin, CallText
 
 SCHEMAS = {
     "weather": {
@@ -19,13 +21,23 @@ SCHEMAS = {
 OSLO = ("weather", {"city": "Oslo", "days": 3})
 
 
+def spelled(parser, pieces):
+    """Content, and name and arguments of each call as they were written, after all pieces."""
+    content, calls = "", []
+    for found in [found for piece in pieces for found in parser.feed(piece)] + parser.finish():
+        if isinstance(found, str):
+            content += found
+        elif isinstance(found, CallBegin):
+            calls.append((found.name, ""))
+        else:
+            calls[-1] = (calls[-1][0], calls[-1][1] + found.text)
+    return content, calls
+
+
 def gathered(parser, pieces):
-    """Content and calls after all pieces."""
-    found = [found for piece in pieces for found in parser.feed(piece)] + parser.finish()
-    content = "".join(each for each in found if isinstance(each, str))
-    return content, [
-        (each.name, json.loads(each.arguments)) for each in found if isinstance(each, ToolCall)
-    ]
+    """The same with the arguments read."""
+    content, calls = spelled(parser, pieces)
+    return content, [(name, json.loads(arguments)) for name, arguments in calls]
 
 
 def cuts(text, seed):
@@ -122,16 +134,98 @@ CASES = [
         "",
         [OSLO],
     ),
-    ("gemma4", "<|tool_call>call:weather{city:", "<|tool_call>call:weather{city:", []),
+    ("gemma4", "<|tool_call>call:weather", "<|tool_call>call:weather", []),
+    ("gemma4", "<|tool_call>caller", "<|tool_call>caller", []),
+    (
+        "gemma4",
+        '<|tool_call>call:weather{city:<|"|>Oslo<|"|>,days:[],deep:{},}<tool_call|> ok',
+        " ok",
+        [("weather", {"city": "Oslo", "days": [], "deep": {}})],
+    ),
+    (
+        "hermes",
+        '<tool_call>{"arguments": {"city": "Oslo", "days": 3}, "name": "weather"}</tool_call>',
+        "",
+        [OSLO],
+    ),
+    (
+        "hermes",
+        '<tool_call>{"name": "weather", "arguments": {"city": "Oslo", "days": 3}, "id": "}"}}\n'
+        "</tool_call>",
+        "",
+        [OSLO],
+    ),
+    ("hermes", "a<tool_call>b<tool_call>{}" + HERMES, "a<tool_call>b<tool_call>{}", [OSLO]),
     ("functiongemma", FUNCTION_GEMMA, "", [OSLO]),
 ]
 
 
 @pytest.mark.parametrize(("name", "text", "content", "calls"), CASES)
 def test_text_in_any_pieces(name, text, content, calls):
-    for seed in range(40):
-        assert gathered(MarkedCalls(SYNTAXES[name], SCHEMAS), cuts(text, seed)) == (content, calls)
-    assert gathered(MarkedCalls(SYNTAXES[name], SCHEMAS), list(text)) == (content, calls)
+    whole = spelled(MarkedCalls(SYNTAXES[name], SCHEMAS), [text])
+    assert gathered(MarkedCalls(SYNTAXES[name], SCHEMAS), [text]) == (content, calls)
+    for place in range(1, len(text)):
+        halves = [text[:place], text[place:]]
+        assert spelled(MarkedCalls(SYNTAXES[name], SCHEMAS), halves) == whole
+    for seed in range(20):
+        assert spelled(MarkedCalls(SYNTAXES[name], SCHEMAS), cuts(text, seed)) == whole
+    assert spelled(MarkedCalls(SYNTAXES[name], SCHEMAS), list(text)) == whole
+
+
+@pytest.mark.parametrize("name", ["hermes", "qwen3_coder", "mistral", "gemma4", "functiongemma"])
+def test_calls_come_while_they_are_written(name):
+    """First the name, then the arguments, none of whose characters waits for the call's end."""
+    long = "x" * 500
+    text, start = {
+        "hermes": (f'<tool_call>{{"name": "weather", "arguments": {{"city": "{long}', 59),
+        "qwen3_coder": (f"<tool_call>\n<function=weather>\n<parameter=city>\n{long}", 50),
+        "mistral": (f'[TOOL_CALLS]weather{{"city": "{long}', 30),
+        "gemma4": (f'<|tool_call>call:weather{{city:<|"|>{long}', 36),
+        "functiongemma": (f"<start_function_call>call:weather{{city:<escape>{long}", 48),
+    }[name]
+    parser = MarkedCalls(SYNTAXES[name], SCHEMAS)
+    pieces = [parser.feed(mark) for mark in text]
+    assert next(piece for some in pieces[:start] for piece in some) == CallBegin("weather")
+    assert pieces[-400:] == [[CallText("x")]] * 400
+
+
+BROKEN = [
+    (
+        "hermes",
+        '<tool_call>{"name": "weather", "arguments": {"city": "Os',
+        [("weather", '{"city": "Os')],
+    ),
+    (
+        "hermes",
+        '<tool_call>{"name": "weather", "arguments": {"city": "Oslo"</tool_call>',
+        [("weather", '{"city": "Oslo"')],
+    ),
+    (
+        "qwen3_coder",
+        "<tool_call><function=weather><parameter=city>\nOs",
+        [("weather", '{"city": "Os')],
+    ),
+    (
+        "qwen3_coder",
+        "<tool_call><function=weather><parameter=city>Oslo</parameter><parameter=days>1",
+        [("weather", '{"city": "Oslo"')],
+    ),
+    ("mistral", '[TOOL_CALLS]weather{"city": [1', [("weather", '{"city": [1')]),
+    ("gemma4", '<|tool_call>call:weather{city:<|"|>Os', [("weather", '{"city": "Os')]),
+    ("gemma4", "<|tool_call>call:weather{city:", [("weather", '{"city": ')]),
+    ("gemma4", "<|tool_call>call:weather{days:12", [("weather", '{"days": ')]),
+    (
+        "gemma4",
+        "<|tool_call>call:clock{a:" + "[" * 5000 + "<tool_call|>",
+        [("clock", '{"a": ' + "[" * 5000)],
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "text", "calls"), BROKEN)
+def test_a_call_that_breaks_off_keeps_what_it_has(name, text, calls):
+    assert spelled(MarkedCalls(SYNTAXES[name], SCHEMAS), [text]) == ("", calls)
+    assert spelled(MarkedCalls(SYNTAXES[name], SCHEMAS), list(text)) == ("", calls)
 
 
 @pytest.mark.parametrize("name", SYNTAXES)
@@ -148,16 +242,13 @@ def test_text_without_calls_passes_unchanged(name):
 def test_noise_between_marks_never_raises(name):
     chance = random.Random(4)
     syntax = SYNTAXES[name]
-    marks = [syntax.begin, syntax.end, *'{}[]:,"\\ ', "call:", "name", "<|", "<parameter=a>", "1"]
-    for seed in range(500):
+    marks = [syntax.begin, *'{}[]:,"\\ \n', "call:", "name", "<|", "1", "call:f{", '<|"|>', "]}"]
+    marks += ['{"name": "f", "arguments": ', "<function=f>", "<parameter=a>", "</parameter>"]
+    marks += ["</tool_call>", "<tool_call|>", "<escape>", "<end_function_call>", "[ARGS]", "f{"]
+    for seed in range(1500):
         text = syntax.begin + "".join(chance.choices(marks, k=15))
-        whole = gathered(MarkedCalls(syntax, {}), [text])
-        assert gathered(MarkedCalls(syntax, {}), cuts(text, seed)) == whole
-
-
-def test_deep_arguments_are_content_and_no_crash():
-    text = "<|tool_call>call:clock{a:" + "[" * 5000 + "<tool_call|>"
-    assert gathered(MarkedCalls(SYNTAXES["gemma4"], {}), [text]) == (text, [])
+        whole = spelled(MarkedCalls(syntax, {}), [text])
+        assert spelled(MarkedCalls(syntax, {}), cuts(text, seed)) == whole
 
 
 def test_text_before_a_call_is_not_held_back():
@@ -167,17 +258,23 @@ def test_text_before_a_call_is_not_held_back():
     assert parser.feed("box>") == [" <toolbox>"]
 
 
-def test_calls_come_as_soon_as_they_are_complete():
-    parser = MarkedCalls(SYNTAXES["hermes"], {})
-    (call,) = parser.feed(HERMES)
-    assert call.name == "weather"
-    listed = CallList()
-    assert listed.feed('[{"name": "clock", "parameters": {"a": "]}\\""}}') == [
-        ToolCall("clock", '{"a": "]}\\""}')
-    ]
-    assert listed.feed(', {"name": "weather", "parameters": {"city"') == []
-    assert listed.finish() == []  # cut short
+LISTED = '[{"name": "clock", "parameters": {"a": "]}\\""}}, {"name": "weather", "parameters": {"c'
+
+
+def test_a_list_of_calls():
+    calls = [("clock", '{"a": "]}\\""}'), ("weather", '{"c')]
+    for place in range(len(LISTED)):
+        assert spelled(CallList(), [LISTED[:place], LISTED[place:]]) == ("", calls)
+    named = LISTED[: LISTED.rindex('"c')]
+    assert spelled(CallList(), [named]) == ("", [calls[0], ("weather", "{")])
+    assert spelled(CallList(), ['[{"name": "clo']) == ("", [])  # cut short before it is a call
 
 
 def test_a_named_call_is_the_whole_text():
-    assert gathered(NamedCall("weather"), cuts(' {"city": "Oslo", "days": 3}\n', 1)) == ("", [OSLO])
+    parser = NamedCall("weather")
+    assert parser.feed(" ") == []
+    assert parser.feed('{"city"') == [CallBegin("weather"), CallText('{"city"')]
+    assert parser.feed(": ") == [CallText(":")]
+    assert parser.feed('"Oslo"}\n') == [CallText(' "Oslo"}')]
+    assert parser.finish() == []
+    assert spelled(NamedCall("clock"), []) == ("", [("clock", "")])

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import openai
 import pytest
+from openai.lib.streaming.chat import ChatCompletionStreamState
 
 import pw
 from pw.errors import ConfigError
@@ -68,20 +69,25 @@ def create(served, text, **fields):
 
 
 def both(served, text, **fields):
-    """The answer of a request, after its stream has been seen to say the same."""
+    """The answer of a request, after the openai package has put its stream together to the same."""
     whole = create(served, text, **fields).choices
-    chunks = list(create(served, text, stream=True, **fields))
-    for choice in whole:
-        deltas = [c.choices[0] for c in chunks if c.choices[0].index == choice.index]
-        content = "".join(each.delta.content or "" for each in deltas)
-        assert content == (choice.message.content or "")
-        streamed = [call for each in deltas for call in each.delta.tool_calls or []]
-        assert [call.index for call in streamed] == list(range(len(streamed)))
-        assert [(call.function.name, call.function.arguments) for call in streamed] == [
+    state = ChatCompletionStreamState()
+    for chunk in create(served, text, stream=True, **fields):
+        state.handle_chunk(chunk)
+        for call in chunk.choices[0].delta.tool_calls or []:
+            first = call.id is not None  # says all but the arguments, the others nothing else
+            assert (call.type, bool(call.function.name)) == (("function" if first else None), first)
+            assert (call.function.arguments == "") is first
+    for choice, streamed in zip(whole, state.current_completion_snapshot.choices, strict=True):
+        assert (streamed.message.content or "") == (choice.message.content or "")
+        assert streamed.finish_reason == choice.finish_reason
+        assert [
+            (call.function.name, call.function.arguments)
+            for call in streamed.message.tool_calls or []
+        ] == [
             (call.function.name, call.function.arguments)
             for call in choice.message.tool_calls or []
         ]
-        assert deltas[-1].finish_reason == choice.finish_reason
     return whole
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -15,7 +16,8 @@ from pw.serving.openai.logprobs import (
     chat_logprobs,
     prompt_logprob_maps,
 )
-from pw.serving.openai.tool_parsers import Piece, ToolCall, ToolParser
+from pw.serving.openai.tool_parsers import ToolParser
+from pw.serving.openai.tool_text import CallBegin, Piece
 
 Json = dict[str, Any]
 
@@ -177,7 +179,7 @@ class ChatWriter:
         self._wanted = logprobs
         self._prompt_wanted = prompt_logprobs
         self._parsers = [parser() for _ in sequences] if parser else None
-        self._max_calls = None if parallel_calls else 1
+        self._max_calls = math.inf if parallel_calls else 1
         self._calls = [0] * len(sequences)  # calls of each sequence so far
         self._opened: set[int] = set()
 
@@ -217,9 +219,15 @@ class ChatWriter:
 
     def _finished(self, index: int, choice: Choice) -> Json:
         assert choice.finish_reason is not None
-        pieces = self._pieces(index, choice.text, choice.finish_reason)
-        content = "".join(piece for piece in pieces if isinstance(piece, str))
-        calls = [self._call(piece, index) for piece in pieces if isinstance(piece, ToolCall)]
+        content = ""
+        calls: list[Json] = []
+        for piece in self._pieces(index, choice.text, choice.finish_reason):
+            if isinstance(piece, str):
+                content += piece
+            elif isinstance(piece, CallBegin):
+                calls.append(self._call(piece))
+            else:
+                calls[-1]["function"]["arguments"] += piece.text
         message: Json = {"role": "assistant", "content": content, "refusal": None}
         if calls:
             message |= {"content": content or None, "tool_calls": calls}
@@ -230,33 +238,32 @@ class ChatWriter:
             "finish_reason": self._reason(index, choice.finish_reason),
         }
 
-    def _pieces(self, index: int, text: str, finish: FinishReason | None) -> list[Piece]:
-        """Content and calls that are certain after more text."""
+    def _pieces(self, index: int, text: str, finish: FinishReason | None) -> Iterator[Piece]:
+        """Content and parts of calls that are certain after more text."""
         if self._parsers is None:
-            return [text] if text else []
+            yield from [text] if text else []
+            return
         parser = self._parsers[index]
         pieces = parser.feed(text)
         if finish is not None:
             pieces += parser.finish()
-        if self._max_calls is not None:
-            pieces = self._first_calls(index, pieces, self._max_calls)
-        return pieces
-
-    def _first_calls(self, index: int, pieces: list[Piece], most: int) -> list[Piece]:
-        room = most - self._calls[index]
-        calls = [piece for piece in pieces if isinstance(piece, ToolCall)]
-        dropped = {id(call) for call in calls[room:]}
-        return [piece for piece in pieces if id(piece) not in dropped]
+        for piece in pieces:
+            self._calls[index] += isinstance(piece, CallBegin)
+            if isinstance(piece, str) or self._calls[index] <= self._max_calls:
+                yield piece
 
     def _body(self, piece: Piece, index: int) -> Json:
+        """The delta that a piece makes; of a call first the name, then text of its arguments."""
         if isinstance(piece, str):
             return {"content": piece}
-        place = self._calls[index]
-        return {"tool_calls": [{"index": place, **self._call(piece, index)}]}
+        place = {"index": self._calls[index] - 1}
+        if isinstance(piece, CallBegin):
+            return {"tool_calls": [place | self._call(piece)]}
+        return {"tool_calls": [place | {"function": {"arguments": piece.text}}]}
 
-    def _call(self, call: ToolCall, index: int) -> Json:
-        self._calls[index] += 1
-        function = {"name": call.name, "arguments": call.arguments}
+    @staticmethod
+    def _call(begin: CallBegin) -> Json:
+        function = {"name": begin.name, "arguments": ""}
         # Nine characters, all that Mistral's templates take when the call comes back.
         return {"id": uuid.uuid4().hex[:9], "type": "function", "function": function}
 

@@ -7,14 +7,8 @@ from dataclasses import dataclass
 
 from pw.errors import RequestError
 from pw.serving.openai.chat_schemas import ToolUse
-from pw.serving.openai.tool_parsers import (
-    SYNTAXES,
-    CallList,
-    MarkedCalls,
-    NamedCall,
-    Syntax,
-    ToolParser,
-)
+from pw.serving.openai.tool_parsers import CallList, MarkedCalls, NamedCall, ToolParser
+from pw.serving.openai.tool_syntaxes import SYNTAXES, Syntax
 from pw.serving.process.engine_protocol import TokenizerProtocol
 
 MakeParser = Callable[[], ToolParser]
