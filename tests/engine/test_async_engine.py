@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from pw.engine import AsyncEngine, Engine
+from pw.engine import AsyncEngine, Engine, async_engine
+from pw.engine.process import loop as turns
 from pw.engine.request import RequestOutput, SamplingParams
 from pw.errors import EngineLostError, RequestError
 from support.engines import open_engine, random_prompt
+from support.patience import PATIENCE
+from support.remote import until
 
 LONG = SamplingParams(temperature=0, max_tokens=150, ignore_eos=True)
 SHORT = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
@@ -50,21 +53,13 @@ def run(
         served = AsyncEngine(engine, **options)
         served.start()
         try:
-            return await asyncio.wait_for(work(served), 60)
+            return await asyncio.wait_for(work(served), 1.5 * PATIENCE)
         finally:
             await served.shutdown(drain)
             assert not served._thread.is_alive()
             assert not served.healthy()
 
     return asyncio.run(whole())
-
-
-async def until(true: Callable[[], bool]) -> None:
-    for _ in range(2000):
-        if true():
-            return
-        await asyncio.sleep(0.005)
-    pytest.fail("waited for too long")
 
 
 def test_streams_of_several_requests_end_each_with_its_own(engine: Engine) -> None:
@@ -84,7 +79,7 @@ def test_a_reader_that_leaves_gives_everything_back(engine: Engine, state: str) 
     step, permits = engine.step, threading.Semaphore(0)
 
     def paced() -> Any:
-        permits.acquire(timeout=20)
+        permits.acquire(timeout=PATIENCE)
         return step()
 
     async def work(served: AsyncEngine) -> None:
@@ -93,8 +88,14 @@ def test_a_reader_that_leaves_gives_everything_back(engine: Engine, state: str) 
             asyncio.create_task(outputs(served, f"other{i}", LONG))
             for i in range(2 if state == "queue" else 0)
         ]
-        permits.release(len(others) + 1)
-        await until(lambda: served.status().running == len(others))
+        permits.release()
+
+        def others_run() -> bool:
+            if others:
+                permits.release()  # the second may not have come at the first step
+            return served.status().running == len(others)
+
+        await until(others_run)
         aborted = served.status().aborted
         stream = served.generate("gone", random_prompt(60, 2), LONG)  # two chunks of 32
         first = asyncio.create_task(anext(stream))
@@ -114,7 +115,7 @@ def test_a_reader_that_leaves_gives_everything_back(engine: Engine, state: str) 
         await stream.aclose()
         permits.release(1000)
         await until(lambda: "gone" not in engine._sequences)
-        assert served.status().aborted == aborted + 1
+        await until(lambda: served.status().aborted == aborted + 1)
         for task in others:
             assert (await task)[-1].finish_reason == "length"
         await until(lambda: served.status().pages_kv == 0)
@@ -152,7 +153,7 @@ def test_shutdown_lets_requests_finish_and_takes_no_more(engine: Engine) -> None
         served.start()
         tasks = [asyncio.create_task(outputs(served, f"r{i}", LONG)) for i in range(3)]
         await asyncio.sleep(0)  # they have sent their requests, the thread may not have seen them
-        ending = asyncio.create_task(served.shutdown(60))
+        ending = asyncio.create_task(served.shutdown(PATIENCE))
         await asyncio.sleep(0)
         with pytest.raises(RequestError, match="takes no more requests") as refused:
             await outputs(served, "late", SHORT)
@@ -203,18 +204,33 @@ def test_a_step_that_fails_ends_what_ran_and_no_more(engine: Engine) -> None:
     run(engine, work)
 
 
-def test_a_request_waits_no_longer_than_it_may(engine: Engine) -> None:
+def test_a_request_waits_no_longer_than_it_may(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, step, going = [0.0], engine.step, threading.Event()
+
+    def steps_or_rests() -> Any:
+        return step() if going.wait(0.001) else []
+
     async def work(served: AsyncEngine) -> None:
-        step = engine.step
-        engine.step = lambda: time.sleep(0.02) or step()  # type: ignore[method-assign]
+        engine.step = steps_or_rests  # type: ignore[method-assign]
         tasks = [asyncio.create_task(outputs(served, f"r{i}", LONG)) for i in range(2)]
+        await until(lambda: len(engine._sequences) == 2)
+        going.set()
         await until(lambda: served.status().running == 2)
-        last = (await outputs(served, "late", SHORT))[-1]
+        going.clear()
+        late = asyncio.create_task(outputs(served, "late", SHORT))
+        await until(lambda: "late" in engine._sequences)
+        now[0] = 5.0
+        last = (await late)[-1]
         assert (last.finish_reason, last.error_code) == ("error", "timeout")
+        assert "waited for 5 s" in (last.error or "")
+        going.set()
         for task in tasks:
             assert (await task)[-1].finish_reason == "length"  # longer than that, but they ran
 
-    run(engine, work, queue_timeout=0.3)
+    monkeypatch.setattr(turns, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    run(engine, work, queue_timeout=5.0)
 
 
 def test_questions_are_answered_between_steps(engine: Engine) -> None:
@@ -266,7 +282,7 @@ def test_requests_that_come_while_the_engine_dies_end_too(engine: Engine) -> Non
 
     def dies() -> Any:
         dying.set()
-        go.wait(20)
+        go.wait(PATIENCE)
         raise EngineLostError("a fault made by the test")
 
     async def work(served: AsyncEngine) -> None:
@@ -283,29 +299,43 @@ def test_requests_that_come_while_the_engine_dies_end_too(engine: Engine) -> Non
     run(engine, work)
 
 
-def test_health_is_a_turn_of_the_loop_lately_busy_or_idle(engine: Engine) -> None:
+def test_health_is_a_turn_of_the_loop_lately_busy_or_idle(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     stuck, go = threading.Event(), threading.Event()
     step = engine.step
 
     def hangs() -> Any:
         stuck.set()
-        go.wait(20)
+        go.wait(PATIENCE)
         return step()
 
     async def work(served: AsyncEngine) -> None:
-        await asyncio.sleep(0.7)
-        assert served.healthy()  # idle for longer than a stall lasts
+        def turns_since(moment: float) -> bool:
+            return served._last_turn >= moment
+
+        now[0] = 100.0
+        await until(lambda: turns_since(100.0))
+        now[0] = 104.0
+        assert served.healthy()  # idle for less than a stall lasts
+        await until(lambda: turns_since(104.0))
         engine.step = hangs  # type: ignore[method-assign]
         task = asyncio.create_task(outputs(served, "r", SHORT))
         await until(stuck.is_set)
         assert served.healthy()
         assert served.status().waiting == 1  # a snapshot does not wait for the step
-        await until(lambda: not served.healthy())
+        now[0] = 108.9
+        assert served.healthy()
+        now[0] = 109.0
+        assert not served.healthy()
         go.set()
         await task
         assert served.healthy()
 
-    run(engine, work, stall_seconds=0.5)
+    now = [0.0]
+    clock = SimpleNamespace(monotonic=lambda: now[0])
+    monkeypatch.setattr(async_engine, "time", clock)
+    run(engine, work, stall_seconds=5.0)
 
 
 def test_an_event_loop_that_is_gone_does_not_keep_its_request(engine: Engine) -> None:
@@ -315,9 +345,6 @@ def test_an_event_loop_that_is_gone_does_not_keep_its_request(engine: Engine) ->
     stream = served.generate("orphan", random_prompt(10, 1), LONG)
     loop.run_until_complete(anext(stream))
     loop.close()
-    deadline = time.monotonic() + 20
-    while engine.has_work() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not engine.has_work()
+    asyncio.run(until(lambda: not engine.has_work()))
     assert served.healthy()
     asyncio.run(served.shutdown(0))

@@ -10,7 +10,9 @@ from typing import Any
 
 import httpx
 
-PATIENCE = 120.0  # seconds; for what comes at once on a machine that is not ten times too slow
+# Seconds; for what comes at once on a machine that is not ten times too slow. Less than pytest's
+# own limit for a test, so that who waits in vain says for what.
+PATIENCE = 60.0
 SLOWER = 10.0
 
 get = partial(httpx.get, timeout=PATIENCE)  # httpx' own patience is five seconds

@@ -14,6 +14,7 @@ import torch
 from pw.engine.parallel import follower, messages, team
 from pw.engine.start.ground import Ground
 from pw.errors import PwError
+from support.patience import PATIENCE
 
 
 class FollowerThread:
@@ -49,7 +50,7 @@ class FollowerThread:
 
     def kill(self) -> None:
         """See `subprocess.Popen`; a thread ends by itself when its socket is closed."""
-        self._thread.join(30)
+        self._thread.join(PATIENCE)
 
     def _run(self) -> None:
         link = follower.Link(self._sock)

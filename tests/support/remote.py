@@ -44,7 +44,7 @@ def with_engine(
         engine = RemoteEngine(process, ready, stall_timeout=stall_timeout)
         engine.start()
         try:
-            return await asyncio.wait_for(work(engine), 2 * PATIENCE)
+            return await asyncio.wait_for(work(engine), 1.5 * PATIENCE)
         finally:
             if alive(engine.pid):
                 os.kill(engine.pid, signal.SIGCONT)

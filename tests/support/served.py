@@ -95,7 +95,7 @@ class Stream:
                 self.errors.append(error)
             client.close()
 
-        self.reader = threading.Thread(target=read)
+        self.reader = threading.Thread(target=read, daemon=True)
         self.reader.start()
 
     def join(self) -> Stream:
