@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import selectors
-from collections.abc import Coroutine
+import time
+from collections.abc import Coroutine, Iterator
 from functools import partial
 from typing import Any
 
@@ -23,6 +24,15 @@ options = partial(httpx.options, timeout=PATIENCE)
 def allowed(seconds: float) -> float:
     """The bound for what is promised within `seconds`, on machines far slower than promised for."""
     return SLOWER * seconds
+
+
+def patiently(pause: float = 0.001) -> Iterator[None]:
+    """Turns of a loop that waits for something, so many seconds apart; fails when it waits long."""
+    deadline = time.monotonic() + PATIENCE
+    while time.monotonic() < deadline:
+        yield
+        time.sleep(pause)  # whoever is waited for may need this core, or Python's lock
+    raise AssertionError("waited in vain")
 
 
 class _Leaping(selectors.SelectSelector):

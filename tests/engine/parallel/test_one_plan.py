@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from pw.engine.request import SamplingParams
 from pw.engine.sequence import Chunk
 from pw.errors import EngineLostError
 from support.engines import make_artifact, open_engine, random_prompt
+from support.patience import PATIENCE, patiently
 from support.ranks import FollowerThread, threads
 
 __all__ = ["threads"]
@@ -77,12 +78,11 @@ def steps(engine: Engine, seeds: range, length: int = 150) -> Iterator[float]:
 
 
 def settle(engine: Engine, bits: float = 6.0) -> None:
-    for _ in range(6000):
+    for _ in patiently(0):
         if engine.status().mean_bits == bits:
             return
         engine.idle_turn()
         engine.check_integrity()
-    raise AssertionError(f"{engine.status().mean_bits} bits")
 
 
 def check_alike(engine: Engine, followed: Any) -> None:
@@ -122,15 +122,17 @@ def test_a_rank_that_is_late_holds_the_commit_back_and_no_step(
     poll, late = followed._mover.poll, threading.Event()
     late.set()
     followed._mover.poll = lambda: [] if late.is_set() else poll()
-    bits = None
+    table = engine._parts.table
+    assert table is not None
+    for _ in patiently():
+        engine.idle_turn()
+        if table.in_transfer:
+            break
+    bits = table.committed.copy()
     for _ in range(200):
         engine.idle_turn()
-        table = engine._parts.table
-        assert table is not None
-        if table.in_transfer:
-            bits = table.committed.copy() if bits is None else bits
-            assert np.array_equal(table.committed, bits)
-    assert bits is not None
+        assert table.in_transfer
+        assert np.array_equal(table.committed, bits)
     assert engine._parts.mover is not None
     assert engine._parts.mover.pending > 0
     list(steps(engine, range(3, 4), 10))  # requests are served meanwhile
@@ -165,10 +167,11 @@ def test_a_copy_that_fails_on_one_rank_fails_on_all(
     followed._store._source = BadDisk()
     broken.set()
     list(steps(engine, range(4)))
-    for _ in range(100):
+    for _ in patiently():
         engine.idle_turn()
+        if engine.status().transfer_failures > 0:
+            break
     assert engine.status().failed == 0
-    assert engine.status().transfer_failures > 0
     check_alike_tables(engine, followed)
     broken.clear()
     settle(engine)
@@ -179,11 +182,10 @@ def test_a_copy_that_fails_on_one_rank_fails_on_all(
 def check_alike_tables(engine: Engine, followed: Any) -> None:
     """Committed bits agree while reads of the follower fail."""
     assert engine._parts.table is not None
-    for _ in range(1000):
+    for _ in patiently():
         engine.idle_turn()
         if np.array_equal(followed._table.committed, engine._parts.table.committed):
             return
-    raise AssertionError("the ranks do not agree")
 
 
 def test_fixed_shapes_for_decoding_are_the_same_on_all_ranks(
@@ -214,10 +216,12 @@ def test_fixed_shapes_for_decoding_are_the_same_on_all_ranks(
 def test_a_rank_that_does_not_come_ends_the_replica(
     artifact: Path, threads: list[FollowerThread]
 ) -> None:
-    engine = open_engine(artifact, "static:3", **(TWO | {"collective_timeout": 8.0}))
-    followed, gate = threads[-1].followed, threading.Event()
+    engine = open_engine(artifact, "static:3", **TWO)
+    followed, gate, team = threads[-1].followed, threading.Event(), engine._parts.team
     assert followed is not None
-    followed.compute = lambda step: gate.wait(60)  # type: ignore[assignment, method-assign]
+    assert team is not None
+    team.group._options.timeout = timedelta(seconds=1)  # once all have loaded, in their time
+    followed.compute = lambda step: gate.wait(PATIENCE)  # type: ignore[assignment, method-assign]
     engine.add_request("a", random_prompt(5, 0), GREEDY)
     with pytest.raises(EngineLostError, match="the 2 ranks do not come together"):
         engine.step()
@@ -237,9 +241,8 @@ def test_a_rank_that_breaks_ends_the_replica_with_its_reason(
         raise ValueError("no more luck")
 
     def idle() -> None:
-        for _ in range(3000):
+        for _ in patiently():
             engine.idle_turn()
-            time.sleep(0.01)
 
     followed.change = broken  # type: ignore[method-assign]
     team.turn()
