@@ -20,7 +20,9 @@ from torch.nn import functional
 from pw_kernels import reference
 
 BACKENDS = ("auto", "torch", "triton")
-ROUTED_TOKENS = 128  # of a batch whose router is one kernel; a matrix product serves more better
+ROUTED_TOKENS = (
+    128  # of a batch whose fp32 router is one kernel; a matrix product serves more better
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,7 +48,7 @@ class Routing:
         groups: Equal groups of neighbouring experts; 1 = none.
         chosen_groups: Groups that experts are chosen from.
         pairs: A group is worth the sum of its two best experts, else its best.
-        wide: Logits are computed in fp32, else in the dtype of x.
+        wide: Logits are computed in fp32, else by a matrix product in the dtype of x.
     """
 
     weight: Tensor
@@ -154,15 +156,22 @@ def route(x: Tensor, routing: Routing, *, backend: str = "auto") -> tuple[Tensor
         routing: What the router does.
         backend: One of BACKENDS.
     """
+    if not routing.wide:
+        return choose(functional.linear(x, routing.weight, routing.bias), routing, backend=backend)
     if (kernels := _triton(backend, x)) is not None and (
         backend == "triton" or x.shape[0] <= ROUTED_TOKENS
     ):
         return kernels.route(x, routing)  # type: ignore[no-any-return]
-    if routing.wide:
-        bias = None if routing.bias is None else routing.bias.float()
-        logits = functional.linear(x.float(), routing.weight.float(), bias)
-    else:
-        logits = functional.linear(x, routing.weight, routing.bias).float()
+    bias = None if routing.bias is None else routing.bias.float()
+    logits = functional.linear(x.float(), routing.weight.float(), bias)
+    return choose(logits, routing, backend=backend)
+
+
+def choose(logits: Tensor, routing: Routing, *, backend: str = "auto") -> tuple[Tensor, Tensor]:
+    """What `route` gives, from the logits [T, E] of a router."""
+    if (kernels := _triton(backend, logits)) is not None:
+        return kernels.choose(logits, routing)  # type: ignore[no-any-return]
+    logits = logits.float()
     score = logits
     if routing.score == "softmax":
         score = logits.softmax(-1)

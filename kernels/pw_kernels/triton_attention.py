@@ -3,8 +3,9 @@
 One kernel serves decode and chunked prefill. A program takes a tile of queries of one sequence,
 with all query heads that share a key head, and walks the keys that the tile may see. Small batches
 are split over keys: cuts lie at fixed positions, so a token's result does not depend on the batch,
-and a second kernel merges the parts in ascending order. Grids depend on shapes alone and nothing
-waits for the device, so a call can be captured in a CUDA graph.
+and a second kernel merges the parts in a fixed order. Grids depend on shapes alone and nothing
+waits for the device, so a call can be captured in a CUDA graph. How many programs share the parts
+of a sequence depends on the batch, not on the longest context there may be.
 
 Axes as in `reference.py`. A row is one (query, query head of the group) pair of a tile.
 """
@@ -20,6 +21,8 @@ from torch import Tensor
 
 SPLIT_KEYS = 512  # keys of a part; a multiple of every BLOCK_KEYS
 WORKSPACE_BYTES = 128 << 20  # larger batches walk all keys in one program
+PROGRAMS = 1024  # of a split grid: some waves of the largest GPU; a program takes parts in turn
+MERGED_PARTS = 16  # at a time
 LOG2E = tl.constexpr(1.4426950408889634)
 LOWEST = tl.constexpr(-1.0e30)  # below any score, and finite: differences of it are 0, not NaN
 SMALLEST_DOT = 16
@@ -65,6 +68,76 @@ def _sequence_of(query_start, step, index, SEQUENCES: tl.constexpr, PADDED: tl.c
 
 
 @triton.jit
+def _walk(
+    queries,  # [ROWS, KEY_BLOCK]
+    position,  # [ROWS]
+    table,
+    k_pages,  # of one head
+    v_pages,
+    begin,
+    low,
+    high,
+    peak,  # [ROWS] fp32, before the first key; base 2
+    mass,  # [ROWS] fp32
+    scale,
+    softcap,
+    window,
+    k_page,
+    k_token,
+    v_page,
+    v_token,
+    TOKENS: tl.constexpr,
+    KEY_SIZE: tl.constexpr,
+    VALUE_SIZE: tl.constexpr,
+    KEY_BLOCK: tl.constexpr,
+    VALUE_BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    FP32: tl.constexpr,
+):
+    """Attend to keys low..high, `begin` on in steps: weighted values, their maximum and sum."""
+    dk, dv = tl.arange(0, KEY_BLOCK), tl.arange(0, VALUE_BLOCK)
+    total = tl.zeros((ROWS, VALUE_BLOCK), dtype=tl.float32)
+    for at in range(begin, high, KEYS):
+        key = at + tl.arange(0, KEYS)
+        present = (key >= low) & (key < high)
+        page = tl.load(table + key // TOKENS, mask=present, other=0).to(tl.int64)
+        slot = key % TOKENS
+        k_rows = k_pages + page * k_page + slot * k_token
+        keys = tl.load(
+            k_rows[None, :] + dk[:, None],
+            mask=present[None, :] & (dk < KEY_SIZE)[:, None],
+            other=0.0,
+        )
+        v_rows = v_pages + page * v_page + slot * v_token
+        values = tl.load(
+            v_rows[:, None] + dv[None, :],
+            mask=present[:, None] & (dv < VALUE_SIZE)[None, :],
+            other=0.0,
+        )
+        if FP32:
+            keys, values = keys.to(tl.float32), values.to(tl.float32)
+        score = tl.dot(queries, keys, input_precision="ieee") * scale
+        if HAS_SOFTCAP:
+            score = softcap * (2 * tl.sigmoid(2 * score / softcap) - 1)
+        visible = present[None, :] & (key[None, :] <= position[:, None])
+        if HAS_WINDOW:
+            visible &= key[None, :] > position[:, None] - window
+        score = tl.where(visible, score * LOG2E, float("-inf"))
+        higher = tl.maximum(peak, tl.max(score, 1))
+        weight = tl.exp2(score - higher[:, None])
+        shrink = tl.exp2(peak - higher)
+        mass = mass * shrink + tl.sum(weight, 1)
+        total = tl.dot(
+            weight.to(values.dtype), values, total * shrink[:, None], input_precision="ieee"
+        )
+        peak = higher
+    return total, peak, mass
+
+
+@triton.jit
 def attention_kernel(
     q,  # [T, Hq, Dk]
     k_pages,  # [P, tok, Hkv, Dk]
@@ -107,8 +180,8 @@ def attention_kernel(
     HAS_SINKS: tl.constexpr,
     FP32: tl.constexpr,  # multiply in fp32
 ):
-    """Attention of one tile of queries over its keys, or over one part of them."""
-    tile, kv_head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    """Attention of one tile of queries over its keys, or over some parts of them, each alone."""
+    tile, kv_head = tl.program_id(0), tl.program_id(1)
     sequence = _sequence_of(query_start, QUERIES, tile, SEQUENCES, PADDED_SEQUENCES)
     start = tl.load(query_start + sequence)
     count = tl.load(query_start + sequence + 1) - start
@@ -121,13 +194,6 @@ def attention_kernel(
     high = length - count + last_query + 1
     if HAS_WINDOW:
         low = tl.maximum(0, length - count + first - window + 1)
-    begin = low // KEYS * KEYS
-    if SPLIT > 0:
-        begin = tl.maximum(begin, part * SPLIT)
-        high = tl.minimum(high, (part + 1) * SPLIT)
-        if begin >= high:
-            return
-
     row = tl.arange(0, ROWS)
     query = first + row // PADDED_GROUP
     head = kv_head * GROUP + row % PADDED_GROUP
@@ -141,59 +207,47 @@ def attention_kernel(
     )
     if FP32:
         queries = queries.to(tl.float32)
-    total = tl.zeros((ROWS, VALUE_BLOCK), dtype=tl.float32)
-    peak = tl.full((ROWS,), LOWEST, dtype=tl.float32)
-    mass = tl.zeros((ROWS,), dtype=tl.float32)
-    if HAS_SINKS:
-        peak = tl.load(sinks + head, mask=used, other=0.0) * LOG2E
-        mass += 1.0
     table = block_tables + sequence.to(tl.int64) * table_row
-    for at in range(begin, high, KEYS):
-        key = at + tl.arange(0, KEYS)
-        present = (key >= low) & (key < high)
-        page = tl.load(table + key // TOKENS, mask=present, other=0).to(tl.int64)
-        slot = key % TOKENS
-        k_rows = k_pages + page * k_page + slot * k_token + kv_head * k_head
-        keys = tl.load(
-            k_rows[None, :] + dk[:, None],
-            mask=present[None, :] & (dk < KEY_SIZE)[:, None],
-            other=0.0,
-        )
-        v_rows = v_pages + page * v_page + slot * v_token + kv_head * v_head
-        values = tl.load(
-            v_rows[:, None] + dv[None, :],
-            mask=present[:, None] & (dv < VALUE_SIZE)[None, :],
-            other=0.0,
-        )
-        if FP32:
-            keys, values = keys.to(tl.float32), values.to(tl.float32)
-        score = tl.dot(queries, keys, input_precision="ieee") * scale
-        if HAS_SOFTCAP:
-            score = softcap * (2 * tl.sigmoid(2 * score / softcap) - 1)
-        visible = present[None, :] & (key[None, :] <= position[:, None])
-        if HAS_WINDOW:
-            visible &= key[None, :] > position[:, None] - window
-        score = tl.where(visible, score * LOG2E, float("-inf"))
-        higher = tl.maximum(peak, tl.max(score, 1))
-        weight = tl.exp2(score - higher[:, None])
-        shrink = tl.exp2(peak - higher)
-        mass = mass * shrink + tl.sum(weight, 1)
-        total = tl.dot(
-            weight.to(values.dtype), values, total * shrink[:, None], input_precision="ieee"
-        )
-        peak = higher
+    k_pages += kv_head * k_head
+    v_pages += kv_head * v_head
+    begin = low // KEYS * KEYS
     if SPLIT > 0:
-        target = (token * HEADS + head) * parts + part
-        tl.store(extremes + target * 2, peak, mask=used)
-        tl.store(extremes + target * 2 + 1, mass, mask=used)
+        for part in range(
+            low // SPLIT + tl.program_id(2), tl.cdiv(high, SPLIT), tl.num_programs(2)
+        ):
+            total, peak, mass = _walk(
+                queries, position, table, k_pages, v_pages, tl.maximum(begin, part * SPLIT), low,
+                tl.minimum(high, (part + 1) * SPLIT), tl.full((ROWS,), LOWEST, dtype=tl.float32),
+                tl.zeros((ROWS,), dtype=tl.float32), scale, softcap, window, k_page, k_token,
+                v_page, v_token, TOKENS, KEY_SIZE, VALUE_SIZE, KEY_BLOCK, VALUE_BLOCK, ROWS, KEYS,
+                HAS_WINDOW, HAS_SOFTCAP, FP32,
+            )  # fmt: skip
+            target = (token * HEADS + head) * parts + part
+            tl.store(extremes + target * 2, peak, mask=used)
+            tl.store(extremes + target * 2 + 1, mass, mask=used)
+            tl.store(
+                out + target[:, None] * VALUE_SIZE + dv[None, :],
+                total,
+                mask=used[:, None] & (dv < VALUE_SIZE)[None, :],
+            )
     else:
-        target = token * HEADS + head
+        peak = tl.full((ROWS,), LOWEST, dtype=tl.float32)
+        mass = tl.zeros((ROWS,), dtype=tl.float32)
+        if HAS_SINKS:
+            peak = tl.load(sinks + head, mask=used, other=0.0) * LOG2E
+            mass += 1.0
+        total, peak, mass = _walk(
+            queries, position, table, k_pages, v_pages, begin, low, high, peak, mass, scale,
+            softcap, window, k_page, k_token, v_page, v_token, TOKENS, KEY_SIZE, VALUE_SIZE,
+            KEY_BLOCK, VALUE_BLOCK, ROWS, KEYS, HAS_WINDOW, HAS_SOFTCAP, FP32,
+        )  # fmt: skip
         total = total / tl.where(used, mass, 1.0)[:, None]
-    tl.store(
-        out + target[:, None] * VALUE_SIZE + dv[None, :],
-        total.to(out.dtype.element_ty),
-        mask=used[:, None] & (dv < VALUE_SIZE)[None, :],
-    )
+        target = token * HEADS + head
+        tl.store(
+            out + target[:, None] * VALUE_SIZE + dv[None, :],
+            total.to(out.dtype.element_ty),
+            mask=used[:, None] & (dv < VALUE_SIZE)[None, :],
+        )
 
 
 @triton.jit
@@ -212,10 +266,11 @@ def merge_kernel(
     VALUE_SIZE: tl.constexpr,
     VALUE_BLOCK: tl.constexpr,
     SPLIT: tl.constexpr,
+    MERGED: tl.constexpr,  # parts of one turn
     HAS_WINDOW: tl.constexpr,
     HAS_SINKS: tl.constexpr,
 ):
-    """Merge the parts of one (query, head) in ascending order; zero where there is no sequence."""
+    """Merge the parts of one (query, head) in fixed turns; zero where there is no sequence."""
     token, head = tl.program_id(0), tl.program_id(1)
     b = tl.arange(0, PADDED_SEQUENCES)
     starts = tl.load(query_start + b, mask=b < SEQUENCES, other=0)
@@ -233,16 +288,22 @@ def merge_kernel(
     low = 0
     if HAS_WINDOW:
         low = tl.maximum(0, position - window + 1)
-    high = tl.where(token < end, position // SPLIT + 1, 0)
-    for part in range(low // SPLIT, high):
+    first, high = low // SPLIT, tl.where(token < end, position // SPLIT + 1, 0)
+    for start in range(first // MERGED * MERGED, high, MERGED):
+        part = start + tl.arange(0, MERGED)
+        there = (part >= first) & (part < high)
         at = row * parts + part
-        part_peak = tl.load(extremes + at * 2)
-        part_mass = tl.load(extremes + at * 2 + 1)
-        value = tl.load(partial + at * VALUE_SIZE + dv, mask=dv < VALUE_SIZE, other=0.0)
-        higher = tl.maximum(peak, part_peak)
-        shrink, grow = tl.exp2(peak - higher), tl.exp2(part_peak - higher)
-        total = total * shrink + value * grow
-        mass = mass * shrink + part_mass * grow
+        peaks = tl.load(extremes + at * 2, mask=there, other=LOWEST)
+        masses = tl.load(extremes + at * 2 + 1, mask=there, other=0.0)
+        values = tl.load(
+            partial + at[:, None] * VALUE_SIZE + dv[None, :],
+            mask=there[:, None] & (dv < VALUE_SIZE)[None, :],
+            other=0.0,
+        )
+        higher = tl.maximum(peak, tl.max(peaks, 0))
+        shrink, grow = tl.exp2(peak - higher), tl.exp2(peaks - higher)
+        total = total * shrink + tl.sum(values * grow[:, None], 0)
+        mass = mass * shrink + tl.sum(masses * grow, 0)
         peak = higher
     total = tl.where(token < end, total / tl.where(token < end, mass, 1.0), 0.0)
     tl.store(out + row * VALUE_SIZE + dv, total.to(out.dtype.element_ty), mask=dv < VALUE_SIZE)
@@ -311,7 +372,9 @@ def paged_attention(
         extremes = torch.empty(*rows, 2, dtype=torch.float32, device=q.device)
     else:
         out.zero_()
-    grid = (tokens // shape["QUERIES"] + sequences, kv_heads, parts if split else 1)
+    tiles = tokens // shape["QUERIES"] + sequences
+    programs = min(parts, -(-PROGRAMS // (tiles * kv_heads))) if split else 1
+    grid = (tiles, kv_heads, programs)
     attention_kernel[grid](
         q, k_pages, v_pages, block_tables, query_start, seq_lens, sink_scores, target, extremes,
         scale, softcap or 0.0, window or 0, *q.stride()[:2], *k_pages.stride()[:3],
@@ -324,7 +387,7 @@ def paged_attention(
     if split:
         merge_kernel[(tokens, heads)](
             target, extremes, query_start, seq_lens, sink_scores, out, window or 0, parts,
-            HAS_SINKS=sinks is not None, **common,
+            MERGED=MERGED_PARTS, HAS_SINKS=sinks is not None, **common,
         )  # fmt: skip
     return out
 

@@ -10,6 +10,8 @@ k experts of a token, P pages, tok tokens of a page.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -171,54 +173,28 @@ def rotate_store(
 
 
 @triton.jit
-def route_kernel(
-    x,  # [T, H] hidden states
-    weight,  # [E, H]
-    linear_bias,  # [E], or anything if not HAS_LINEAR_BIAS
+def _choose(
+    logits,  # [PADDED] fp32 of one token
     choice_bias,  # [E], or anything if not HAS_CHOICE_BIAS
     expert_scale,  # [E], or anything if not HAS_EXPERT_SCALE
-    ids,  # [T, k] int64
-    weights,  # [T, k]
-    x_row,
-    weight_row,
-    weight_column,
+    ids,  # [k] int64
+    weights,  # [k]
     scale,
     EXPERTS: tl.constexpr,
     PADDED: tl.constexpr,
     TOP_K: tl.constexpr,
     PADDED_K: tl.constexpr,
-    SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
     SCORE: tl.constexpr,  # softmax, sigmoid, or none: the softmax is of the chosen
     GROUPS: tl.constexpr,
     CHOSEN_GROUPS: tl.constexpr,
     PAIRS: tl.constexpr,  # a group is worth its two best, else its best
-    HAS_LINEAR_BIAS: tl.constexpr,
     HAS_CHOICE_BIAS: tl.constexpr,
     HAS_EXPERT_SCALE: tl.constexpr,
     NORMALIZE: tl.constexpr,
-    WIDE: tl.constexpr,  # logits stay fp32, else they are rounded as a matrix product would be
 ):
-    """Everything between the hidden state of a token and the experts that it goes to."""
-    token = tl.program_id(0).to(tl.int64)
+    """Everything between the logits of a token and the experts that it goes to."""
     e = tl.arange(0, PADDED)
     used = e < EXPERTS
-    products = tl.zeros([PADDED, BLOCK], tl.float32)
-    for start in range(0, SIZE, BLOCK):
-        h = start + tl.arange(0, BLOCK)
-        inside = h < SIZE
-        part = tl.load(x + token * x_row + h, mask=inside, other=0.0).to(tl.float32)
-        tile = tl.load(
-            weight + e[:, None] * weight_row + h[None, :] * weight_column,
-            mask=used[:, None] & inside[None, :],
-            other=0.0,
-        ).to(tl.float32)
-        products += tile * part[None, :]
-    logits = tl.sum(products, 1)
-    if HAS_LINEAR_BIAS:
-        logits += tl.load(linear_bias + e, mask=used, other=0.0).to(tl.float32)
-    if not WIDE:
-        logits = logits.to(x.dtype.element_ty).to(tl.float32)
     score = logits
     if SCORE == "softmax":
         shifted = tl.where(used, logits, LOWEST)
@@ -264,46 +240,167 @@ def route_kernel(
     share = share * scale
     if HAS_EXPERT_SCALE:
         share = share * tl.load(expert_scale + chosen).to(tl.float32)
-    tl.store(ids + token * TOP_K + n, chosen.to(tl.int64), mask=taken)
-    tl.store(weights + token * TOP_K + n, share.to(weights.dtype.element_ty), mask=taken)
+    tl.store(ids + n, chosen.to(tl.int64), mask=taken)
+    tl.store(weights + n, share.to(weights.dtype.element_ty), mask=taken)
+
+
+@triton.jit
+def choose_kernel(
+    logits,  # [T, E]
+    choice_bias,
+    expert_scale,
+    ids,  # [T, k] int64
+    weights,  # [T, k]
+    logits_row,
+    scale,
+    EXPERTS: tl.constexpr,
+    PADDED: tl.constexpr,
+    TOP_K: tl.constexpr,
+    PADDED_K: tl.constexpr,
+    SCORE: tl.constexpr,
+    GROUPS: tl.constexpr,
+    CHOSEN_GROUPS: tl.constexpr,
+    PAIRS: tl.constexpr,
+    HAS_CHOICE_BIAS: tl.constexpr,
+    HAS_EXPERT_SCALE: tl.constexpr,
+    NORMALIZE: tl.constexpr,
+):
+    """Experts of one token from its logits; see `_choose`."""
+    token = tl.program_id(0).to(tl.int64)
+    e = tl.arange(0, PADDED)
+    own = tl.load(logits + token * logits_row + e, mask=e < EXPERTS, other=0.0).to(tl.float32)
+    _choose(
+        own, choice_bias, expert_scale, ids + token * TOP_K, weights + token * TOP_K, scale,
+        EXPERTS, PADDED, TOP_K, PADDED_K, SCORE, GROUPS, CHOSEN_GROUPS, PAIRS, HAS_CHOICE_BIAS,
+        HAS_EXPERT_SCALE, NORMALIZE,
+    )  # fmt: skip
+
+
+@triton.jit
+def route_kernel(
+    x,  # [T, H] hidden states
+    weight,  # [E, H]
+    linear_bias,  # [E], or anything if not HAS_LINEAR_BIAS
+    choice_bias,
+    expert_scale,
+    ids,  # [T, k] int64
+    weights,  # [T, k]
+    x_row,
+    weight_row,
+    weight_column,
+    scale,
+    EXPERTS: tl.constexpr,
+    PADDED: tl.constexpr,
+    TOP_K: tl.constexpr,
+    PADDED_K: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SCORE: tl.constexpr,
+    GROUPS: tl.constexpr,
+    CHOSEN_GROUPS: tl.constexpr,
+    PAIRS: tl.constexpr,
+    HAS_LINEAR_BIAS: tl.constexpr,
+    HAS_CHOICE_BIAS: tl.constexpr,
+    HAS_EXPERT_SCALE: tl.constexpr,
+    NORMALIZE: tl.constexpr,
+):
+    """Experts of one token from its hidden state, whose logits are fp32; see `_choose`."""
+    token = tl.program_id(0).to(tl.int64)
+    e = tl.arange(0, PADDED)
+    used = e < EXPERTS
+    products = tl.zeros([PADDED, BLOCK], tl.float32)
+    for start in range(0, SIZE, BLOCK):
+        h = start + tl.arange(0, BLOCK)
+        inside = h < SIZE
+        part = tl.load(x + token * x_row + h, mask=inside, other=0.0).to(tl.float32)
+        tile = tl.load(
+            weight + e[:, None] * weight_row + h[None, :] * weight_column,
+            mask=used[:, None] & inside[None, :],
+            other=0.0,
+        ).to(tl.float32)
+        products += tile * part[None, :]
+    logits = tl.sum(products, 1)
+    if HAS_LINEAR_BIAS:
+        logits += tl.load(linear_bias + e, mask=used, other=0.0).to(tl.float32)
+    _choose(
+        logits, choice_bias, expert_scale, ids + token * TOP_K, weights + token * TOP_K, scale,
+        EXPERTS, PADDED, TOP_K, PADDED_K, SCORE, GROUPS, CHOSEN_GROUPS, PAIRS, HAS_CHOICE_BIAS,
+        HAS_EXPERT_SCALE, NORMALIZE,
+    )  # fmt: skip
+
+
+def choose(logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
+    """See `step.choose`."""
+    if logits.stride(-1) != 1:
+        logits = logits.contiguous()
+    ids, weights = _chosen(logits, routing)
+    experts = routing.weight.shape[0]
+    choose_kernel[(logits.shape[0],)](
+        logits,
+        *_extras(routing),
+        ids,
+        weights,
+        logits.stride(0),
+        routing.scale,
+        num_warps=1 if experts <= 128 else 4,
+        **_constants(routing),
+    )
+    return ids, weights
 
 
 def route(x: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
-    """See `step.route`."""
-    experts, size = routing.weight.shape
-    ids = x.new_empty((x.shape[0], routing.top_k), dtype=torch.int64)
-    weights = x.new_empty(ids.shape, dtype=routing.dtype)
-    padded = triton.next_power_of_2(experts)
-    nothing = routing.weight
+    """See `step.route`; logits are fp32."""
+    ids, weights = _chosen(x, routing)
+    constants = _constants(routing)
+    size = routing.weight.shape[1]
     route_kernel[(x.shape[0],)](
         x,
         routing.weight,
-        nothing if routing.bias is None else routing.bias,
-        nothing if routing.choice_bias is None else routing.choice_bias,
-        nothing if routing.expert_scale is None else routing.expert_scale,
+        routing.weight if routing.bias is None else routing.bias,
+        *_extras(routing),
         ids,
         weights,
         x.stride(0),
         *routing.weight.stride(),
         routing.scale,
-        EXPERTS=experts,
-        PADDED=padded,
-        TOP_K=routing.top_k,
-        PADDED_K=triton.next_power_of_2(routing.top_k),
         SIZE=size,
-        BLOCK=min(triton.next_power_of_2(size), max(16, _ROUTE_TILE // padded)),
-        SCORE=routing.score,
-        GROUPS=routing.groups,
-        CHOSEN_GROUPS=routing.chosen_groups,
-        PAIRS=routing.pairs,
+        BLOCK=min(triton.next_power_of_2(size), max(16, _ROUTE_TILE // constants["PADDED"])),
         HAS_LINEAR_BIAS=routing.bias is not None,
-        HAS_CHOICE_BIAS=routing.choice_bias is not None,
-        HAS_EXPERT_SCALE=routing.expert_scale is not None,
-        NORMALIZE=routing.normalize,
-        WIDE=routing.wide,
         num_warps=8,
+        **constants,
     )
     return ids, weights
+
+
+def _chosen(like: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
+    """Room for ids and weights [T, k]."""
+    ids = like.new_empty((like.shape[0], routing.top_k), dtype=torch.int64)
+    return ids, like.new_empty(ids.shape, dtype=routing.dtype)
+
+
+def _extras(routing: Routing) -> tuple[Tensor, Tensor]:
+    """Bias of the choice and scale of the experts, or anything."""
+    bias, scale = routing.choice_bias, routing.expert_scale
+    nothing = routing.weight
+    return nothing if bias is None else bias, nothing if scale is None else scale
+
+
+def _constants(routing: Routing) -> dict[str, Any]:
+    """What `_choose` is compiled for."""
+    experts = routing.weight.shape[0]
+    return {
+        "EXPERTS": experts,
+        "PADDED": triton.next_power_of_2(experts),
+        "TOP_K": routing.top_k,
+        "PADDED_K": triton.next_power_of_2(routing.top_k),
+        "SCORE": routing.score,
+        "GROUPS": routing.groups,
+        "CHOSEN_GROUPS": routing.chosen_groups,
+        "PAIRS": routing.pairs,
+        "HAS_CHOICE_BIAS": routing.choice_bias is not None,
+        "HAS_EXPERT_SCALE": routing.expert_scale is not None,
+        "NORMALIZE": routing.normalize,
+    }
 
 
 @triton.jit

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -32,14 +33,21 @@ _log = logging.getLogger(__name__)
 
 
 class FlatDecoder:
-    """The loop over the layers of one model. Make it with `flat_decoder`."""
+    """The loop over the layers of one model. Make it with `flat_decoder`.
 
-    def __init__(self, model: Any) -> None:
+    Args:
+        model: transformers' model with dense weights loaded and attention bound.
+        kernels: Small parts by `pw_kernels.step`; None: where they are kernels, on a GPU.
+    """
+
+    def __init__(self, model: Any, kernels: bool | None = None) -> None:
         base = model.model
+        if kernels is None:
+            kernels = model.lm_head.weight.device.type == "cuda"
         self._rotary = base.rotary_emb.forward
         self._embedding: Tensor = base.embed_tokens.weight
-        self._layers = [_Layer(layer) for layer in base.layers]
-        self._norm = _Norm(base.norm)
+        self._layers = [_Layer(layer, kernels) for layer in base.layers]
+        self._norm = _Norm(base.norm, kernels)
         self._head: Tensor = model.lm_head.weight
         half = self._layers[0].head_dim // 2
         signs = torch.ones(2 * half, device=self._head.device, dtype=self._head.dtype)
@@ -74,13 +82,15 @@ class FlatDecoder:
 
 
 class _Norm:
-    """RMS norm: one call on a GPU, five small ones on a CPU, where torch's own takes ten."""
+    """RMS norm: one kernel on a GPU, five small calls on a CPU, where torch's own takes ten."""
 
-    def __init__(self, module: Any) -> None:
+    def __init__(self, module: Any, kernels: bool) -> None:
         weight: Tensor = module.weight
+        self._kernel = kernels
         size, self._epsilon = weight.shape[0], float(module.variance_epsilon)
-        self._weight, self._shape = weight, (size,)
-        self._split = weight.device.type == "cpu" and weight.dtype == torch.float32
+        self._weight = weight
+        on_cpu = weight.device.type == "cpu"
+        self._split = not kernels and on_cpu and weight.dtype == torch.float32
         if self._split:
             self._offset = weight.new_full((1, 1), self._epsilon)
             self._mean = weight.new_full((size, 1), 1 / size)
@@ -88,7 +98,9 @@ class _Norm:
     def __call__(self, x: Tensor) -> Tensor:
         if self._split:
             return x * torch.addmm(self._offset, x * x, self._mean).rsqrt_() * self._weight
-        return rms_norm(x, self._shape, self._weight, self._epsilon)
+        if self._kernel:
+            return step.rms_norm(x, self._weight, self._epsilon)
+        return rms_norm(x, self._weight.shape, self._weight, self._epsilon)
 
 
 class _Turn:
@@ -119,15 +131,15 @@ class _Layer:
             takes fewer calls without.
     """
 
-    def __init__(self, layer: Any) -> None:
+    def __init__(self, layer: Any, kernels: bool) -> None:
         attention = layer.self_attn
         self.head_dim = int(attention.head_dim)
         self._binding: AttentionBinding = attention.pw_attention
         self._scale = float(attention.scaling)
-        self._input_norm = _Norm(layer.input_layernorm)
-        self._output_norm = _Norm(layer.post_attention_layernorm)
+        self._input_norm = _Norm(layer.input_layernorm, kernels)
+        self._output_norm = _Norm(layer.post_attention_layernorm, kernels)
         self._qkv = concatenate([attention.q_proj, attention.k_proj, attention.v_proj])
-        self.stores = self._qkv[0].device.type == "cuda"
+        self._stores = kernels
         self._q_heads = attention.q_proj.out_features // self.head_dim
         self._kv_heads = attention.k_proj.out_features // self.head_dim
         self._outputs = (self._q_heads + 2 * self._kv_heads) * self.head_dim
@@ -139,14 +151,14 @@ class _Layer:
         )
         self._out = _Residual(attention.o_proj)
         self._mlp: _Moe | _Mlp = (
-            _Moe(layer.mlp) if hasattr(layer.mlp, "experts") else _Mlp(layer.mlp)
+            _Moe(layer.mlp, kernels) if hasattr(layer.mlp, "experts") else _Mlp(layer.mlp, kernels)
         )
 
     def __call__(self, x: Tensor, turn: _Turn, context: AttentionContext) -> Tensor:
         qkv = linear(self._input_norm(x), *self._qkv)
         if self._padded:
             qkv = qkv[:, : self._outputs]
-        store = getattr(context, "store_rotated", None) if self.stores else None
+        store = getattr(context, "store_rotated", None) if self._stores else None
         if store is None:
             q, k, v = self._rotate(qkv, turn)
         else:
@@ -201,20 +213,19 @@ class _Residual:
 
 
 class _Gated:
-    """act(gate(y)) * up(y), the two projections, and another of the same input, as one product."""
+    """act(gate(y)) * up(y), the two projections, and others of the same input, as one product."""
 
-    def __init__(self, module: Any, other: Any = None) -> None:
-        maps = [module.gate_proj, module.up_proj, *([] if other is None else [other])]
-        self._in = concatenate(maps)
+    def __init__(self, module: Any, kernels: bool, *others: Any) -> None:
+        self._in = concatenate([module.gate_proj, module.up_proj, *others])
         self._inner = module.gate_proj.out_features
-        rest = len(self._in[0]) - 2 * self._inner  # of the other map, and padding
+        rest = len(self._in[0]) - 2 * self._inner  # of the others, and padding
         self._sizes = [self._inner, self._inner, *([rest] if rest else [])]
         name = activation_name(module.act_fn)
-        self._kernel = name if self._in[0].device.type == "cuda" else None
+        self._kernel = name if kernels else None
         self._function: Callable[[Tensor], Tensor] = silu if name == "silu" else module.act_fn
 
     def __call__(self, y: Tensor) -> tuple[Tensor, Tensor]:
-        """[T, I], and what the other projection gave, if there is one, [T, 1 or more]."""
+        """[T, I], and what the other projections gave side by side, then padding, if any."""
         product = linear(y, *self._in)
         parts = torch.split(product, self._sizes, -1)
         if self._kernel is not None:
@@ -225,8 +236,8 @@ class _Gated:
 class _Mlp:
     """Gated MLP with its residual."""
 
-    def __init__(self, module: Any) -> None:
-        self._gated = _Gated(module)
+    def __init__(self, module: Any, kernels: bool) -> None:
+        self._gated = _Gated(module, kernels)
         self._down = _Residual(module.down_proj)
 
     def __call__(self, x: Tensor, normed: Tensor) -> Tensor:
@@ -236,43 +247,67 @@ class _Mlp:
 class _Moe:
     """Routed experts, a gated shared expert where there is one, and the residual."""
 
-    def __init__(self, block: Any) -> None:
+    def __init__(self, block: Any, kernels: bool) -> None:
         self._router: Callable[[Tensor], tuple[Tensor, Tensor, Tensor]] = block.gate.forward
-        self._route: Route | None = None  # the same as one kernel
-        if block.gate.weight.device.type == "cuda":
-            self._route = fused_route(block.gate, block.experts.gate_up_proj.dtype)
         self._experts = block.experts
         self._reduce = _reduction(block.experts)
-        self._shared = _Shared(block) if hasattr(block, "shared_expert") else None
+        self._route: Route | None = None  # the same by kernels
+        if kernels:
+            self._route = fused_route(block.gate, block.experts.gate_up_proj.dtype)
+        self._shared: _Shared | None = None
+        self._joined = False  # the router's product is part of the shared expert's
+        if hasattr(block, "shared_expert"):
+            self._joined = self._route is not None and self._route.joins
+            self._shared = _Shared(block, kernels, self._joined)
+        if self._route is not None and self._joined:
+            routing = replace(self._route.routing, weight=block.gate.weight)  # now a view
+            self._route = replace(self._route, routing=routing)
 
     def __call__(self, x: Tensor, normed: Tensor) -> Tensor:
-        if self._route is not None:
-            ids, weights = self._route(normed)
-        else:
+        shared = None if self._shared is None else self._shared(normed)
+        if self._route is None:
             _, weights, ids = self._router(normed)
+        elif shared is not None and self._joined:
+            ids, weights = self._route.choose(shared.logits)
+        else:
+            ids, weights = self._route(normed)
         experts = self._experts
         routed: Tensor = experts.pw_experts(experts.pw_slot, experts, normed, ids, weights)
-        if self._shared is None:
+        if shared is None:
             return x + (routed if self._reduce is None else self._reduce(routed))
-        shared, share = self._shared(normed)
         if self._reduce is not None:  # one sum over the ranks for all that is added to x
-            return x + self._reduce(torch.addcmul(routed, share.sigmoid(), shared))
+            added = torch.addcmul(routed, shared.share.sigmoid(), shared.out)
+            return x + self._reduce(added)
         if self._route is None:
-            return torch.addcmul(x + routed, share.sigmoid(), shared)
-        return step.join(x, routed, shared, share)
+            return torch.addcmul(x + routed, shared.share.sigmoid(), shared.out)
+        return step.join(x, routed, shared.out, shared.share)
+
+
+class _SharedResult(NamedTuple):
+    out: Tensor  # [T, H]
+    share: Tensor  # [T, 1], before the sigmoid
+    logits: Tensor  # [T, E] of the router, if its product is part of this one
 
 
 class _Shared:
-    """A shared expert and the gate of its share; its three projections are one product."""
+    """A shared expert and the gate of its share; its projections are one product.
 
-    def __init__(self, block: Any) -> None:
-        self._gated = _Gated(block.shared_expert, block.shared_expert_gate)
+    Args:
+        block: The MoE block.
+        kernels: See `FlatDecoder`.
+        with_router: The product is the router's, too.
+    """
+
+    def __init__(self, block: Any, kernels: bool, with_router: bool) -> None:
+        others = [block.shared_expert_gate, *([block.gate] if with_router else [])]
+        self._gated = _Gated(block.shared_expert, kernels, *others)
         self._down: Tensor = block.shared_expert.down_proj.weight
+        self._experts = len(block.gate.weight)
 
-    def __call__(self, normed: Tensor) -> tuple[Tensor, Tensor]:
-        """Output [T, H] and share [T, 1] before the sigmoid."""
-        gated, share = self._gated(normed)
-        return linear(gated, self._down), share if share.shape[1] == 1 else share[:, :1]
+    def __call__(self, normed: Tensor) -> _SharedResult:
+        gated, rest = self._gated(normed)
+        logits = rest[:, 1 : 1 + self._experts]
+        return _SharedResult(linear(gated, self._down), rest[:, :1], logits)
 
 
 def _reduction(module: nn.Module) -> Callable[[Tensor], Tensor] | None:

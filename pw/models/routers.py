@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,8 +23,37 @@ _log = logging.getLogger(__name__)
 _TRIALS = 64  # tokens
 _TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 
-Route = Callable[[Tensor], tuple[Tensor, Tensor]]  # [T, H] -> ids [T, k] int64, weights [T, k]
 Prepare = Callable[[Tensor], Tensor]  # [T, H] -> what the logits are made of, [T, H]
+
+
+@dataclass(frozen=True)
+class Route:
+    """What a router does.
+
+    Attributes:
+        routing: How, from what `prepare` makes of the hidden states.
+        prepare: None: of the hidden states themselves.
+        backend: One of `pw_kernels.step.BACKENDS`.
+    """
+
+    routing: Routing
+    prepare: Prepare | None
+    backend: str
+
+    def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Hidden states [T, H] -> ids [T, k] int64, weights [T, k]."""
+        x = x if self.prepare is None else self.prepare(x)
+        return step.route(x, self.routing, backend=self.backend)
+
+    @property
+    def joins(self) -> bool:
+        """Whether the logits are a plain product, which may be part of a larger one."""
+        routing = self.routing
+        return self.prepare is None and routing.bias is None and not routing.wide
+
+    def choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """What a call gives, from the logits [T, E] of a router that `joins`."""
+        return step.choose(logits, self.routing, backend=self.backend)
 
 
 def router_of(model: nn.Module, experts: str) -> nn.Module | None:
@@ -82,12 +112,7 @@ def _route(router: Any, dtype: torch.dtype, backend: str) -> Route | None:
     ids, weights = _own(router, x)
     expected = _spread(ids, weights, _experts(router))
     for routing, prepare in _variants(router, weights.dtype):
-
-        def route(
-            x: Tensor, routing: Routing = routing, prepare: Prepare = prepare
-        ) -> tuple[Tensor, Tensor]:
-            return step.route(prepare(x), routing, backend=backend)
-
+        route = Route(routing, prepare, backend)
         with torch.inference_mode():
             found = route(x)
         tolerance = _TOLERANCE[dtype]
@@ -98,7 +123,7 @@ def _route(router: Any, dtype: torch.dtype, backend: str) -> Route | None:
     return None
 
 
-def _variants(router: Any, dtype: torch.dtype) -> Iterator[tuple[Routing, Prepare]]:
+def _variants(router: Any, dtype: torch.dtype) -> Iterator[tuple[Routing, Prepare | None]]:
     """What a router may do with its weights, likeliest first, and what comes before."""
     if hasattr(router, "proj"):  # Gemma 4: a norm, a scale of each column, a scale of each expert
         scale = router.scale * router.scalar_root_size
@@ -129,11 +154,7 @@ def _variants(router: Any, dtype: torch.dtype) -> Iterator[tuple[Routing, Prepar
         variants += ({"score": "none", "normalize": False},)
     for variant in variants:
         routing = Routing(router.weight, int(router.top_k), dtype, **(options | variant))
-        yield routing, _as_it_is
-
-
-def _as_it_is(x: Tensor) -> Tensor:
-    return x
+        yield routing, None
 
 
 def _experts(router: Any) -> int:

@@ -130,6 +130,16 @@ def test_parts_do_not_depend_on_the_batch() -> None:
     assert torch.equal(cache.attend(attention)[0], both[1])
 
 
+@pytest.mark.parametrize("window", [None, 520])
+def test_parts_do_not_depend_on_who_takes_them(
+    window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = Cache([1200, 700], [1, 1])
+    spread = cache.attend(attention, window=window)
+    monkeypatch.setattr(attention, "PROGRAMS", 1)  # one takes all parts of a sequence in turn
+    assert torch.equal(cache.attend(attention, window=window), spread)
+
+
 def test_one_program_walks_all_keys_where_parts_do_not_fit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -225,7 +235,7 @@ types = dict(q="*bf16", k_pages="*bf16", v_pages="*bf16", source="*bf16", pages=
 base = dict(SEQUENCES=8, PADDED_SEQUENCES=8, HEADS=16, GROUP=8, TOKENS=4, KEY_SIZE=128,
             VALUE_SIZE=128, KEY_BLOCK=128, VALUE_BLOCK=128, PADDED_GROUP=8, ROWS=64, QUERIES=8,
             KEYS=64, SPLIT=512, HAS_WINDOW=True, HAS_SOFTCAP=True, HAS_SINKS=True, FP32=False,
-            SIZE=128, BLOCK=1024)
+            MERGED=16, SIZE=128, BLOCK=1024)
 wide = base | dict(KEY_SIZE=512, VALUE_SIZE=512, KEY_BLOCK=512, VALUE_BLOCK=512, ROWS=32,
                    QUERIES=4, KEYS=32, SPLIT=0)
 for capability, name, sizes in (

@@ -104,6 +104,11 @@ def test_route(kind: str, experts: int, size: int, top_k: int) -> None:
     assert ids.dtype == torch.int64
     assert torch.equal(ids, expected_ids)
     near(weights, expected)
+    wide = replace(routing, wide=not routing.wide)  # the same in fp32, by the other kernel
+    assert torch.equal(step.route(x, wide, backend="triton")[0], expected_ids)
+    logits = torch.nn.functional.linear(x, routing.weight, routing.bias)
+    padded = torch.cat((logits, random(6, 5)), 1)[:, :experts]  # part of a larger product
+    assert torch.equal(step.choose(padded, routing, backend="triton")[0], expected_ids)
     by_column = replace(routing, weight=routing.weight.t().contiguous().t())
     assert torch.equal(step.route(x, by_column, backend="triton")[0], expected_ids)
     if options.get("normalize") and "expert_scale" not in options:
@@ -203,15 +208,17 @@ from pw_kernels import triton_step as module
 types = dict(eps="fp32", scale="fp32", slots="*i64", ids="*i64", weights="*fp32",
              choice_bias="*fp32", **{name: "*bf16" for name in (
              "x", "weight", "out", "qkv", "cos", "sin", "norm", "q_out", "k_pages", "v_pages",
-             "linear_bias", "expert_scale", "gate_up", "routed", "shared", "share")})
+             "linear_bias", "expert_scale", "logits", "gate_up", "routed", "shared", "share")})
 route = dict(EXPERTS=60, PADDED=64, TOP_K=4, PADDED_K=4, SIZE=2048, BLOCK=128, SCORE="softmax",
              GROUPS=1, CHOSEN_GROUPS=1, PAIRS=False, HAS_LINEAR_BIAS=False, HAS_CHOICE_BIAS=False,
-             HAS_EXPERT_SCALE=False, NORMALIZE=False, WIDE=False)
+             HAS_EXPERT_SCALE=False, NORMALIZE=False)
+choose = {k: v for k, v in route.items() if k not in ("SIZE", "BLOCK", "HAS_LINEAR_BIAS")}
 grouped = route | dict(EXPERTS=64, SIZE=2048, SCORE="sigmoid", GROUPS=4, CHOSEN_GROUPS=2,
-                       PAIRS=True, HAS_CHOICE_BIAS=True, NORMALIZE=True, WIDE=True)
+                       PAIRS=True, HAS_CHOICE_BIAS=True, NORMALIZE=True)
 rotate = dict(Q_HEADS=16, KV_HEADS=16, SIZE=128, ROTATED=128, TOKENS=16, BLOCK=128)
 for capability, name, sizes, warps in (
     (80, "route_kernel", route, 8), (90, "route_kernel", grouped, 8),
+    (90, "choose_kernel", choose, 1),
     (90, "rotate_store_kernel", rotate | dict(HAS_NORM=True), 1),
     (90, "rms_norm_kernel", dict(SIZE=2048, BLOCK=2048, HAS_WEIGHT=True), 8),
     (90, "gate_kernel", dict(INNER=5632, BLOCK=1024, ACTIVATION="gelu_tanh"), 4),

@@ -210,17 +210,12 @@ def test_the_flat_pass_with_kernels_is_the_same_pass(
 ) -> None:
     """As on a GPU: normed, rotated and stored in one call; routed, gated and summed in one each."""
     skeleton = load(kind, tmp_path, monkeypatch)
-    flat = FlatDecoder(skeleton.model)
-    expected, plain = probe_logits(skeleton.model, partial(general_forward, skeleton.model), flat)
+    general = partial(general_forward, skeleton.model)
+    expected, plain = probe_logits(skeleton.model, general, FlatDecoder(skeleton.model, False))
     assert relative_difference(plain, expected) < 1e-5
-    for layer in flat._layers:
-        layer.stores = True
-        mlp: Any = layer._mlp
-        gated = mlp._gated if hasattr(mlp, "_gated") else getattr(mlp._shared, "_gated", None)
-        if gated is not None:
-            gated._kernel = "silu"
-        if hasattr(mlp, "_route"):
-            mlp._route = fused_route(mlp._router.__self__, torch.float32)
-            assert mlp._route is not None
-    expected, stored = probe_logits(skeleton.model, partial(general_forward, skeleton.model), flat)
+    flat = FlatDecoder(skeleton.model, kernels=True)
+    blocks: list[Any] = [layer._mlp for layer in flat._layers]
+    assert all(block._route is not None for block in blocks if hasattr(block, "_route"))
+    assert any(getattr(block, "_joined", False) for block in blocks) == kind.startswith("qwen2")
+    expected, stored = probe_logits(skeleton.model, general, flat)
     torch.testing.assert_close(stored, expected, rtol=1e-5, atol=2e-5)
