@@ -17,6 +17,8 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
+from pw_kernels.splits import best_splits, interval_of, squared
+
 _WEIGHT_FLOOR = 1e-6  # of the row's mean: columns that saw no input still get a sane code
 _LLOYD_ITERATIONS = 40
 _SEARCH_ROUNDS = 16
@@ -118,10 +120,10 @@ def _fit_chunk(
     """Codes [R, K] uint8 and unrounded centroids of every width."""
     data = _sort_rows(rows, weights)
     bounds = _seed(data, 1 << min_bits)
-    codes = _codes_of(bounds, rows.shape[1])
+    codes = interval_of(bounds, rows.shape[1])
     centroids = {min_bits: _centroids(data, bounds)}
     for bits in range(min_bits + 1, max_bits + 1):
-        split = _best_splits(data, bounds, codes)
+        split = best_splits(data.mass, data.moment, bounds, codes)
         bounds, codes = _refine(bounds, codes, split)
         centroids[bits] = _centroids(data, bounds)
     unsorted = torch.empty_like(codes, dtype=torch.uint8)
@@ -144,43 +146,12 @@ def _sort_rows(rows: Tensor, weights: Tensor) -> _SortedRows:
     )
 
 
-def _codes_of(bounds: Tensor, cols: int) -> Tensor:
-    """[R, K] int64: interval of each sorted position, given bounds [R, C+1]."""
-    position = torch.arange(cols, device=bounds.device).expand(bounds.shape[0], -1).contiguous()
-    return torch.searchsorted(bounds[:, 1:].contiguous(), position, right=True)
-
-
 def _refine(bounds: Tensor, codes: Tensor, split: Tensor) -> tuple[Tensor, Tensor]:
     """Bounds [R, 2C+1] and codes one width up; the split position opens the right child."""
     position = torch.arange(codes.shape[1], device=codes.device)
     finer = torch.stack([bounds[:, :-1], split], 2).flatten(1)
     right = position >= split.gather(1, codes)
     return torch.cat([finer, bounds[:, -1:]], 1), 2 * codes + right
-
-
-def _best_splits(data: _SortedRows, bounds: Tensor, codes: Tensor) -> Tensor:
-    """[R, C] int64: where each interval is cut for the least weighted squared error.
-
-    The first such position counts. An interval of one position or none is "cut" at its end: the
-    right child is empty.
-    """
-    rows, cols = codes.shape
-    start, end = bounds[:, :-1].contiguous(), bounds[:, 1:].contiguous()
-    position = torch.arange(cols, device=codes.device)
-
-    def part(sums: Tensor, ends: Tensor, sign: int) -> Tensor:
-        """[R, K]: sums [R, K+1] between each position and an end of its interval."""
-        outer = sums.gather(1, ends).gather(1, codes)
-        return torch.sub(sums[:, :-1], outer, out=outer).mul_(sign)
-
-    gain = _squared(part(data.moment, start, 1), part(data.mass, start, 1))
-    gain.add_(_squared(part(data.moment, end, -1), part(data.mass, end, -1)))
-    first = torch.zeros((rows, cols + 1), dtype=torch.bool, device=codes.device)
-    gain.masked_fill_(first.scatter_(1, start, True)[:, :-1], -torch.inf)
-    best = gain.new_full(start.shape, -torch.inf).scatter_reduce_(1, codes, gain, "amax")
-    hit = torch.where(gain == best.gather(1, codes), position, cols)
-    split = torch.full_like(start, cols).scatter_reduce_(1, codes, hit, "amin")
-    return torch.where(end - start > 1, split, end)
 
 
 def _centroids(data: _SortedRows, bounds: Tensor) -> Tensor:
@@ -208,12 +179,7 @@ def _reduction(data: _SortedRows, start: Tensor, end: Tensor) -> Tensor:
     """
     mass = data.mass.gather(1, end) - data.mass.gather(1, start)
     moment = data.moment.gather(1, end) - data.moment.gather(1, start)
-    return _squared(moment, mass)
-
-
-def _squared(moment: Tensor, mass: Tensor) -> Tensor:
-    """Moment^2 / mass, in place of both."""
-    return moment.square_().div_(mass.clamp_min_(torch.finfo(mass.dtype).tiny))
+    return squared(moment, mass)
 
 
 def _seed(data: _SortedRows, clusters: int) -> Tensor:
@@ -248,7 +214,7 @@ def _relocate(data: _SortedRows, bounds: Tensor, *, at_a_loss: bool) -> Tensor:
     Takes a row out of a local optimum that moving single bounds cannot leave. Does so only where it
     pays at once, unless `at_a_loss`: moving bounds afterwards may win more than was lost.
     """
-    split = _best_splits(data, bounds, _codes_of(bounds, data.values.shape[1]))
+    split = best_splits(data.mass, data.moment, bounds)
     start, end = bounds[:, :-1], bounds[:, 1:]
     whole = _reduction(data, start, end)
     gain = _reduction(data, start, split) + _reduction(data, split, end) - whole
@@ -285,7 +251,7 @@ def _starts(data: _SortedRows, clusters: int) -> list[Tensor]:
     bounds = torch.tensor([[0, cols]], device=data.values.device).repeat(rows, 1)
     codes = torch.zeros((rows, cols), dtype=torch.int64, device=data.values.device)
     while bounds.shape[1] <= clusters:
-        bounds, codes = _refine(bounds, codes, _best_splits(data, bounds, codes))
+        bounds, codes = _refine(bounds, codes, best_splits(data.mass, data.moment, bounds, codes))
     starts.append(_centroids(data, bounds))
     return starts
 
@@ -333,7 +299,7 @@ def _polish(data: _SortedRows, bounds: Tensor, first: int) -> Tensor:
     moving = list(range(first, last, 2))
     fixed = [i for i in range(last + 1) if i not in moving]
     keep = bounds[:, fixed]
-    split = _best_splits(data, keep, _codes_of(keep, data.values.shape[1]))
+    split = best_splits(data.mass, data.moment, keep)
     out = bounds.clone()
     out[:, moving] = split[:, [fixed.index(i - 1) for i in moving]]
     return out

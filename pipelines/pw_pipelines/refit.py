@@ -30,7 +30,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pw_kernels.codes import nearest_codes
+from pw_kernels.descents import descend
 from pw_pipelines.codebook import Codebook
 from pw_pipelines.precision import tensor_cores
 
@@ -241,35 +241,17 @@ class _Fit:
         scaled = self.tables * self.roots.index_select(2, self.width_of)
         for start in range(0, cols, _STRIP):
             strip, later = slice(start, start + _STRIP), slice(start + _STRIP, None)
-            own = (t[..., strip].permute(3, 0, 1, 2).contiguous() for t in (levels, pulls))
-            moved = self._sweep_strip(start, scaled, *own)
-            change = moved.permute(1, 2, 3, 0).reshape(blocks, rows * widths, -1)
+            self.codes[:, :, strip], falls = descend(
+                self.tables,
+                scaled,
+                self.roots,
+                self.hessians[:, strip, strip],
+                levels[..., strip],
+                pulls[..., strip],
+                self.min_bits,
+            )
             rest = pulls.view(blocks, rows * widths, cols)[..., later]
-            rest.baddbmm_(change, self.hessians[:, strip, later])
-
-    def _sweep_strip(self, start: int, scaled: Tensor, levels: Tensor, pulls: Tensor) -> Tensor:
-        """Choose the codes of some columns anew.
-
-        Args:
-            start: The first of them.
-            scaled: Tables [E, N, C] times the roots of what their errors count.
-            levels: Of their weights [S, E, N, W].
-            pulls: (w - q) H of these columns [S, E, N, W]; changed in place.
-
-        Returns:
-            By how much levels fell, [S, E, N, W].
-        """
-        moved = torch.empty_like(pulls)
-        for place, column in enumerate(range(start, start + len(levels))):
-            row = self.hessians[:, column]
-            wanted = (levels[place] + pulls[place] / row[:, column, None, None]) * self.roots
-            code = nearest_codes(scaled, wanted, self.min_bits)
-            self.codes[:, :, column] = code
-            level = self.tables.gather(2, self.places(code))
-            fall = torch.sub(levels[place], level, out=moved[place])
-            later = row[:, column + 1 : start + len(levels)].T[..., None, None]
-            pulls[place + 1 :].addcmul_(fall, later)
-        return moved
+            rest.baddbmm_(falls.reshape(blocks, rows * widths, -1), self.hessians[:, strip, later])
 
 
 def _ratio(above: Tensor, below: Tensor) -> Tensor:

@@ -1,0 +1,84 @@
+"""A descent through some columns of a block that chooses their codes anew: inner step of a fit.
+
+On a GPU one Triton kernel (`triton_descents`), elsewhere a few calls of torch for each column: the
+reference.
+
+Axes: E blocks, N rows, W widths, C levels of all widths' tables side by side, S columns.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from pw_kernels.codes import nearest_codes
+from pw_kernels.offline import kernels_for
+
+
+def descend(
+    tables: Tensor,
+    scaled: Tensor,
+    roots: Tensor,
+    hessians: Tensor,
+    levels: Tensor,
+    pulls: Tensor,
+    min_bits: int,
+    *,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """Choose the codes of some columns anew, one after the other.
+
+    A column's code is the nearest to what its weights want at each width, level + pull / H_jj, an
+    error at a width counting roots^2. What its levels fall by then pulls at the columns after it.
+
+    Args:
+        tables: [E, N, C] float32, C = 2^min_bits + ... + 2^max_bits.
+        scaled: [E, N, C] float32, each width's table times its root.
+        roots: [E, N, W] float32.
+        hessians: H of the columns with each other, [E, S, S] float32.
+        levels: Of their weights [E, N, W, S] float32.
+        pulls: (w - q) H of these columns [E, N, W, S] float32.
+        min_bits: Width of the first table.
+        backend: "auto", "torch" or "triton".
+
+    Returns:
+        Codes [E, N, S] uint8, and by how much levels fell [E, N, W, S].
+    """
+    if (kernels := kernels_for("descents", backend, tables.device, _agrees)) is not None:
+        found: tuple[Tensor, Tensor] = kernels.descend(
+            tables, scaled, roots, hessians, levels, pulls, min_bits
+        )
+        return found
+    widths = torch.arange(roots.shape[2], device=tables.device)
+    sizes = 1 << (min_bits + widths)  # [W]
+    offsets, shifts = sizes.cumsum(0) - sizes, widths.flip(0)
+    levels, pulls = (t.permute(3, 0, 1, 2).contiguous() for t in (levels, pulls))
+    falls, codes = torch.empty_like(pulls), []
+    for column, (level, pull) in enumerate(zip(levels, pulls, strict=True)):
+        row = hessians[:, column]
+        wanted = (level + pull / row[:, column, None, None]) * roots
+        codes.append(nearest_codes(scaled, wanted, min_bits, backend=backend))
+        chosen = tables.gather(2, (codes[-1].long()[..., None] >> shifts) + offsets)
+        fall = torch.sub(level, chosen, out=falls[column])
+        pulls[column + 1 :].addcmul_(fall, row[:, column + 1 :].T[..., None, None])
+    return torch.stack(codes, 2), falls.permute(1, 2, 3, 0)
+
+
+def _agrees(kernels: ModuleType, device: torch.device) -> bool:
+    """Whether the kernel gives what torch gives, on a small case."""
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(device)
+
+    tables, inputs, roots = random(2, 20, 28), random(2, 50, 8), random(2, 20, 3).abs()
+    scaled = tables * torch.cat([roots[..., b : b + 1].expand(2, 20, 4 << b) for b in range(3)], 2)
+    columns = (inputs.mT @ inputs, random(2, 20, 3, 8), random(2, 20, 3, 8))
+    codes, falls = descend(tables, scaled, roots, *columns, 2, backend="torch")
+    found = kernels.descend(tables, scaled, roots, *columns, 2)
+    same = (found[0] == codes).all(2)  # a near tie may go either way, and what follows with it
+    return bool(
+        same.float().mean() > 0.9 and torch.allclose(found[1][same], falls[same], atol=1e-3)
+    )
