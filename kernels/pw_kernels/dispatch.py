@@ -27,6 +27,7 @@ _WIDEST_HEAD = 512  # that the Triton attention takes
 _MOE = {"numba": "cpu_moe", "triton": "triton_moe", "cuda": "cuda_moe"}
 _COUNTING = ("numba", "cuda")  # add up routing statistics themselves
 _ATTENTION = {"numba": "cpu_attention", "triton": "triton_attention"}
+_WRITE_KV = {"numba": "cpu_attention", "triton": "triton_step"}
 
 
 def available_backends() -> tuple[str, ...]:
@@ -231,7 +232,7 @@ def write_kv(
     fits_numba = k_pages.dtype in _KV_DTYPES and v_pages.dtype in _KV_DTYPES
     fits_triton = k_pages.stride(-1) == v_pages.stride(-1) == 1
     name = _choose(backend, k.device, "attention", fits_numba=fits_numba, fits_triton=fits_triton)
-    module = _module(_ATTENTION[name]) if name in _ATTENTION else reference
+    module = _module(_WRITE_KV[name]) if name in _WRITE_KV else reference
     assert module is not None  # _choose has imported it
     module.write_kv(k, v, k_pages, v_pages, slots)
 

@@ -1,7 +1,7 @@
 """The small parts of a decode step: norm, rotation and KV store, routing, gate, sum.
 
-On a GPU each is one Triton kernel (`triton_step`), elsewhere a few calls of torch: the reference.
-The choice is made per call by the device of the tensors; `backend` names one for tests.
+On a GPU each is one Triton kernel (`triton_step`, `triton_routers`), elsewhere a few calls of torch:
+the reference. The choice is made per call by the device of the tensors; `backend` names one for tests.
 
 Axes: T tokens, H hidden, Hq query heads, Hkv key heads, D head size, I inner, E experts,
 k experts of a token, P pages, tok tokens of a page.
@@ -158,7 +158,7 @@ def route(x: Tensor, routing: Routing, *, backend: str = "auto") -> tuple[Tensor
     """
     if not routing.wide:
         return choose(functional.linear(x, routing.weight, routing.bias), routing, backend=backend)
-    if (kernels := _triton(backend, x)) is not None and (
+    if (kernels := _triton(backend, x, "triton_routers")) is not None and (
         backend == "triton" or x.shape[0] <= ROUTED_TOKENS
     ):
         return kernels.route(x, routing)  # type: ignore[no-any-return]
@@ -169,7 +169,7 @@ def route(x: Tensor, routing: Routing, *, backend: str = "auto") -> tuple[Tensor
 
 def choose(logits: Tensor, routing: Routing, *, backend: str = "auto") -> tuple[Tensor, Tensor]:
     """What `route` gives, from the logits [T, E] of a router."""
-    if (kernels := _triton(backend, logits)) is not None:
+    if (kernels := _triton(backend, logits, "triton_routers")) is not None:
         return kernels.choose(logits, routing)  # type: ignore[no-any-return]
     logits = logits.float()
     score = logits
@@ -241,14 +241,14 @@ def join(
     return torch.addcmul(x + routed, share.sigmoid(), shared)
 
 
-def _triton(backend: str, x: Tensor) -> ModuleType | None:
+def _triton(backend: str, x: Tensor, module: str = "triton_step") -> ModuleType | None:
     """The kernels, where they are to be used."""
     if backend not in BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
     if backend == "torch" or (backend == "auto" and x.device.type != "cuda"):
         return None
     try:
-        return import_module("pw_kernels.triton_step")
+        return import_module(f"pw_kernels.{module}")
     except ImportError:
         if backend == "triton":
             raise ValueError("backend 'triton' is not installed") from None

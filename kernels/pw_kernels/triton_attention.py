@@ -1,4 +1,4 @@
-"""Paged attention and KV writes in Triton, for any GPU that Triton knows.
+"""Paged attention in Triton, for any GPU that Triton knows.
 
 One kernel serves decode and chunked prefill. A program takes a tile of queries of one sequence,
 with all query heads that share a key head, and walks the keys that the tile may see. Small batches
@@ -26,34 +26,6 @@ MERGED_PARTS = 16  # at a time
 LOG2E = tl.constexpr(1.4426950408889634)
 LOWEST = tl.constexpr(-1.0e30)  # below any score, and finite: differences of it are 0, not NaN
 SMALLEST_DOT = 16
-
-
-@triton.jit
-def write_kv_kernel(
-    source,  # [T, Hkv, D]
-    pages,  # [P, tok, Hkv, D]
-    slots,  # [T] int64
-    source_token,
-    source_head,
-    page_stride,
-    token_stride,
-    head_stride,
-    HEADS: tl.constexpr,
-    SIZE: tl.constexpr,
-    TOKENS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Store one token's keys or values at its slot."""
-    token = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slots + token)
-    if slot < 0:
-        return
-    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    head, d = i // SIZE, i % SIZE
-    used = i < HEADS * SIZE
-    value = tl.load(source + token * source_token + head * source_head + d, mask=used)
-    target = pages + (slot // TOKENS) * page_stride + (slot % TOKENS) * token_stride
-    tl.store(target + head * head_stride + d, value.to(pages.dtype.element_ty), mask=used)
 
 
 @triton.jit
@@ -307,22 +279,6 @@ def merge_kernel(
         peak = higher
     total = tl.where(token < end, total / tl.where(token < end, mass, 1.0), 0.0)
     tl.store(out + row * VALUE_SIZE + dv, total.to(out.dtype.element_ty), mask=dv < VALUE_SIZE)
-
-
-def write_kv(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor) -> None:
-    """As `reference.write_kv`; the last dimension of the pages must be dense."""
-    slots = slots.contiguous()
-    for source, pages in ((k, k_pages), (v, v_pages)):
-        tokens, heads, size = source.shape
-        if not tokens:
-            return
-        if source.stride(-1) != 1:
-            source = source.contiguous()
-        block = min(1024, triton.next_power_of_2(heads * size))
-        write_kv_kernel[(tokens, triton.cdiv(heads * size, block))](
-            source, pages, slots, source.stride(0), source.stride(1), *pages.stride()[:3],
-            HEADS=heads, SIZE=size, TOKENS=pages.shape[1], BLOCK=block,
-        )  # fmt: skip
 
 
 def paged_attention(

@@ -4,24 +4,17 @@ Each kernel has its reference in `step.py`, with the same name and arguments. Gr
 alone and nothing waits for the device, so a call can be captured in a CUDA graph. Everything is
 computed in fp32 and rounded where it is stored.
 
-Axes: T tokens, H hidden, Hq query heads, Hkv key heads, D head size, I inner, E experts,
-k experts of a token, P pages, tok tokens of a page.
+Axes: T tokens, H hidden, Hq query heads, Hkv key heads, D head size, I inner, P pages, tok tokens
+of a page.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from pw_kernels.step import Routing
-
 _BLOCK = 1024  # columns of a program of an elementwise kernel
-_ROUTE_TILE = 8192  # router weights held at a time
-LOWEST = tl.constexpr(float("-inf"))
 
 
 @triton.jit
@@ -173,234 +166,47 @@ def rotate_store(
 
 
 @triton.jit
-def _choose(
-    logits,  # [PADDED] fp32 of one token
-    choice_bias,  # [E], or anything if not HAS_CHOICE_BIAS
-    expert_scale,  # [E], or anything if not HAS_EXPERT_SCALE
-    ids,  # [k] int64
-    weights,  # [k]
-    scale,
-    EXPERTS: tl.constexpr,
-    PADDED: tl.constexpr,
-    TOP_K: tl.constexpr,
-    PADDED_K: tl.constexpr,
-    SCORE: tl.constexpr,  # softmax, sigmoid, or none: the softmax is of the chosen
-    GROUPS: tl.constexpr,
-    CHOSEN_GROUPS: tl.constexpr,
-    PAIRS: tl.constexpr,  # a group is worth its two best, else its best
-    HAS_CHOICE_BIAS: tl.constexpr,
-    HAS_EXPERT_SCALE: tl.constexpr,
-    NORMALIZE: tl.constexpr,
-):
-    """Everything between the logits of a token and the experts that it goes to."""
-    e = tl.arange(0, PADDED)
-    used = e < EXPERTS
-    score = logits
-    if SCORE == "softmax":
-        shifted = tl.where(used, logits, LOWEST)
-        power = tl.exp(shifted - tl.max(shifted, 0))
-        score = power / tl.sum(power, 0)
-    elif SCORE == "sigmoid":
-        score = 1.0 / (1.0 + tl.exp(-logits))
-    choice = score
-    if HAS_CHOICE_BIAS:
-        choice += tl.load(choice_bias + e, mask=used, other=0.0).to(tl.float32)
-    choice = tl.where(used, choice, LOWEST)
-    if GROUPS > 1:
-        group = e // (EXPERTS // GROUPS)
-        worth = tl.full([PADDED], LOWEST, tl.float32)  # of the group of each expert
-        for g in tl.static_range(GROUPS):
-            own = tl.where(group == g, choice, LOWEST)
-            value = tl.max(own, 0)
-            if PAIRS:
-                value += tl.max(tl.where(e == tl.argmax(own, 0), LOWEST, own), 0)
-            worth = tl.where((group == g) & used, value, worth)
-        open_ = tl.zeros([PADDED], tl.int32)
-        for _ in tl.static_range(CHOSEN_GROUPS):
-            best = tl.argmax(worth, 0) // (EXPERTS // GROUPS)
-            open_ = tl.where(group == best, 1, open_)
-            worth = tl.where(group == best, LOWEST, worth)
-        choice = tl.where(open_ == 1, choice, LOWEST)
-    n = tl.arange(0, PADDED_K)
-    chosen = tl.zeros([PADDED_K], tl.int32)
-    share = tl.full([PADDED_K], LOWEST, tl.float32)
-    for i in tl.static_range(TOP_K):
-        # NaN compares with nothing: keep the number of an expert that there is.
-        best = tl.minimum(tl.argmax(choice, 0), EXPERTS - 1)
-        chosen = tl.where(n == i, best, chosen)
-        share = tl.where(n == i, tl.sum(tl.where(e == best, score, 0.0), 0), share)
-        choice = tl.where(e == best, LOWEST, choice)
-    taken = n < TOP_K
-    if SCORE == "none":
-        power = tl.exp(share - tl.max(share, 0))
-        share = power / tl.sum(power, 0)
-    share = tl.where(taken, share, 0.0)
-    if NORMALIZE:
-        share = share / tl.sum(share, 0)
-    share = share * scale
-    if HAS_EXPERT_SCALE:
-        share = share * tl.load(expert_scale + chosen).to(tl.float32)
-    tl.store(ids + n, chosen.to(tl.int64), mask=taken)
-    tl.store(weights + n, share.to(weights.dtype.element_ty), mask=taken)
-
-
-@triton.jit
-def choose_kernel(
-    logits,  # [T, E]
-    choice_bias,
-    expert_scale,
-    ids,  # [T, k] int64
-    weights,  # [T, k]
-    logits_row,
-    scale,
-    EXPERTS: tl.constexpr,
-    PADDED: tl.constexpr,
-    TOP_K: tl.constexpr,
-    PADDED_K: tl.constexpr,
-    SCORE: tl.constexpr,
-    GROUPS: tl.constexpr,
-    CHOSEN_GROUPS: tl.constexpr,
-    PAIRS: tl.constexpr,
-    HAS_CHOICE_BIAS: tl.constexpr,
-    HAS_EXPERT_SCALE: tl.constexpr,
-    NORMALIZE: tl.constexpr,
-):
-    """Experts of one token from its logits; see `_choose`."""
-    token = tl.program_id(0).to(tl.int64)
-    e = tl.arange(0, PADDED)
-    own = tl.load(logits + token * logits_row + e, mask=e < EXPERTS, other=0.0).to(tl.float32)
-    _choose(
-        own, choice_bias, expert_scale, ids + token * TOP_K, weights + token * TOP_K, scale,
-        EXPERTS, PADDED, TOP_K, PADDED_K, SCORE, GROUPS, CHOSEN_GROUPS, PAIRS, HAS_CHOICE_BIAS,
-        HAS_EXPERT_SCALE, NORMALIZE,
-    )  # fmt: skip
-
-
-@triton.jit
-def route_kernel(
-    x,  # [T, H] hidden states
-    weight,  # [E, H]
-    linear_bias,  # [E], or anything if not HAS_LINEAR_BIAS
-    choice_bias,
-    expert_scale,
-    ids,  # [T, k] int64
-    weights,  # [T, k]
-    x_row,
-    weight_row,
-    weight_column,
-    scale,
-    EXPERTS: tl.constexpr,
-    PADDED: tl.constexpr,
-    TOP_K: tl.constexpr,
-    PADDED_K: tl.constexpr,
+def write_kv_kernel(
+    source,  # [T, Hkv, D]
+    pages,  # [P, tok, Hkv, D]
+    slots,  # [T] int64
+    source_token,
+    source_head,
+    page_stride,
+    token_stride,
+    head_stride,
+    HEADS: tl.constexpr,
     SIZE: tl.constexpr,
+    TOKENS: tl.constexpr,
     BLOCK: tl.constexpr,
-    SCORE: tl.constexpr,
-    GROUPS: tl.constexpr,
-    CHOSEN_GROUPS: tl.constexpr,
-    PAIRS: tl.constexpr,
-    HAS_LINEAR_BIAS: tl.constexpr,
-    HAS_CHOICE_BIAS: tl.constexpr,
-    HAS_EXPERT_SCALE: tl.constexpr,
-    NORMALIZE: tl.constexpr,
 ):
-    """Experts of one token from its hidden state, whose logits are fp32; see `_choose`."""
+    """Store one token's keys or values at its slot."""
     token = tl.program_id(0).to(tl.int64)
-    e = tl.arange(0, PADDED)
-    used = e < EXPERTS
-    products = tl.zeros([PADDED, BLOCK], tl.float32)
-    for start in range(0, SIZE, BLOCK):
-        h = start + tl.arange(0, BLOCK)
-        inside = h < SIZE
-        part = tl.load(x + token * x_row + h, mask=inside, other=0.0).to(tl.float32)
-        tile = tl.load(
-            weight + e[:, None] * weight_row + h[None, :] * weight_column,
-            mask=used[:, None] & inside[None, :],
-            other=0.0,
-        ).to(tl.float32)
-        products += tile * part[None, :]
-    logits = tl.sum(products, 1)
-    if HAS_LINEAR_BIAS:
-        logits += tl.load(linear_bias + e, mask=used, other=0.0).to(tl.float32)
-    _choose(
-        logits, choice_bias, expert_scale, ids + token * TOP_K, weights + token * TOP_K, scale,
-        EXPERTS, PADDED, TOP_K, PADDED_K, SCORE, GROUPS, CHOSEN_GROUPS, PAIRS, HAS_CHOICE_BIAS,
-        HAS_EXPERT_SCALE, NORMALIZE,
-    )  # fmt: skip
+    slot = tl.load(slots + token)
+    if slot < 0:
+        return
+    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    head, d = i // SIZE, i % SIZE
+    used = i < HEADS * SIZE
+    value = tl.load(source + token * source_token + head * source_head + d, mask=used)
+    target = pages + (slot // TOKENS) * page_stride + (slot % TOKENS) * token_stride
+    tl.store(target + head * head_stride + d, value.to(pages.dtype.element_ty), mask=used)
 
 
-def choose(logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
-    """See `step.choose`."""
-    if logits.stride(-1) != 1:
-        logits = logits.contiguous()
-    ids, weights = _chosen(logits, routing)
-    experts = routing.weight.shape[0]
-    choose_kernel[(logits.shape[0],)](
-        logits,
-        *_extras(routing),
-        ids,
-        weights,
-        logits.stride(0),
-        routing.scale,
-        num_warps=1 if experts <= 128 else 4,
-        **_constants(routing),
-    )
-    return ids, weights
-
-
-def route(x: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
-    """See `step.route`; logits are fp32."""
-    ids, weights = _chosen(x, routing)
-    constants = _constants(routing)
-    size = routing.weight.shape[1]
-    route_kernel[(x.shape[0],)](
-        x,
-        routing.weight,
-        routing.weight if routing.bias is None else routing.bias,
-        *_extras(routing),
-        ids,
-        weights,
-        x.stride(0),
-        *routing.weight.stride(),
-        routing.scale,
-        SIZE=size,
-        BLOCK=min(triton.next_power_of_2(size), max(16, _ROUTE_TILE // constants["PADDED"])),
-        HAS_LINEAR_BIAS=routing.bias is not None,
-        num_warps=8,
-        **constants,
-    )
-    return ids, weights
-
-
-def _chosen(like: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
-    """Room for ids and weights [T, k]."""
-    ids = like.new_empty((like.shape[0], routing.top_k), dtype=torch.int64)
-    return ids, like.new_empty(ids.shape, dtype=routing.dtype)
-
-
-def _extras(routing: Routing) -> tuple[Tensor, Tensor]:
-    """Bias of the choice and scale of the experts, or anything."""
-    bias, scale = routing.choice_bias, routing.expert_scale
-    nothing = routing.weight
-    return nothing if bias is None else bias, nothing if scale is None else scale
-
-
-def _constants(routing: Routing) -> dict[str, Any]:
-    """What `_choose` is compiled for."""
-    experts = routing.weight.shape[0]
-    return {
-        "EXPERTS": experts,
-        "PADDED": triton.next_power_of_2(experts),
-        "TOP_K": routing.top_k,
-        "PADDED_K": triton.next_power_of_2(routing.top_k),
-        "SCORE": routing.score,
-        "GROUPS": routing.groups,
-        "CHOSEN_GROUPS": routing.chosen_groups,
-        "PAIRS": routing.pairs,
-        "HAS_CHOICE_BIAS": routing.choice_bias is not None,
-        "HAS_EXPERT_SCALE": routing.expert_scale is not None,
-        "NORMALIZE": routing.normalize,
-    }
+def write_kv(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor) -> None:
+    """As `reference.write_kv`; the last dimension of the pages must be dense."""
+    slots = slots.contiguous()
+    for source, pages in ((k, k_pages), (v, v_pages)):
+        tokens, heads, size = source.shape
+        if not tokens:
+            return
+        if source.stride(-1) != 1:
+            source = source.contiguous()
+        block = min(1024, triton.next_power_of_2(heads * size))
+        write_kv_kernel[(tokens, triton.cdiv(heads * size, block))](
+            source, pages, slots, source.stride(0), source.stride(1), *pages.stride()[:3],
+            HEADS=heads, SIZE=size, TOKENS=pages.shape[1], BLOCK=block,
+        )  # fmt: skip
 
 
 @triton.jit

@@ -13,6 +13,7 @@ from torch import Tensor
 from pw_kernels import dispatch, reference
 
 attention = pytest.importorskip("pw_kernels.triton_attention")
+triton_step = pytest.importorskip("pw_kernels.triton_step")
 
 INTERPRETED = os.environ["TRITON_INTERPRET"] == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -173,7 +174,7 @@ def test_write_touches_its_slots_alone(dtype: torch.dtype) -> None:
     # a column of a table: not dense
     slots = torch.tensor([[2 * 8 + 5, 0], [-1, 0], [7, 0]], device=DEVICE)[:, 0]
     reference.write_kv(k, v, want_k, want_v, slots)
-    attention.write_kv(k, v, cache.k_pages, cache.v_pages, slots)
+    triton_step.write_kv(k, v, cache.k_pages, cache.v_pages, slots)
     assert torch.equal(cache.k_pages, want_k)
     assert torch.equal(cache.v_pages, want_v)
 
@@ -227,7 +228,7 @@ import itertools, sys
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from pw_kernels import triton_attention as module
+from pw_kernels import triton_attention, triton_step
 
 types = dict(q="*bf16", k_pages="*bf16", v_pages="*bf16", source="*bf16", pages="*bf16",
              block_tables="*i32", query_start="*i32", seq_lens="*i32", sinks="*fp32",
@@ -243,7 +244,7 @@ for capability, name, sizes in (
     (100, "attention_kernel", base),
     (90, "merge_kernel", base), (90, "write_kv_kernel", base),
 ):
-    kernel = getattr(module, name)
+    kernel = getattr(triton_attention, name, None) or getattr(triton_step, name)
     split = sizes["SPLIT"] and name == "attention_kernel"
     signature_types = types | dict(out="*fp32" if split else "*bf16")
     constants = {k: v for k, v in sizes.items() if k in kernel.arg_names}

@@ -203,7 +203,7 @@ COMPILE = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from pw_kernels import triton_step as module
+from pw_kernels import triton_routers, triton_step
 
 types = dict(eps="fp32", scale="fp32", slots="*i64", ids="*i64", weights="*fp32",
              choice_bias="*fp32", **{name: "*bf16" for name in (
@@ -224,7 +224,7 @@ for capability, name, sizes, warps in (
     (90, "gate_kernel", dict(INNER=5632, BLOCK=1024, ACTIVATION="gelu_tanh"), 4),
     (100, "join_kernel", dict(SIZE=2048, BLOCK=1024, HAS_SHARE=True), 4),
 ):
-    kernel = getattr(module, name)
+    kernel = getattr(triton_step, name, None) or getattr(triton_routers, name)
     signature = {k: "constexpr" if k in sizes else types.get(k, "i32") for k in kernel.arg_names}
     source = ASTSource(kernel, signature, sizes)
     target = GPUTarget("cuda", capability, 32)
