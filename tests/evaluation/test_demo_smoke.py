@@ -5,18 +5,15 @@ from __future__ import annotations
 import io
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
 
-from pw.config import CalibrationConfig, QuantizeConfig
 from pw.evaluation.demo.__main__ import run_demo
 from pw.evaluation.demo.load import Wave
 from pw.evaluation.demo.settings import DemoSettings
-from pw_pipelines import quantize, residuals, sensitivity, trace
-from support.offline import QUIET
 
-TEXT = CalibrationConfig(nsamples=40, seqlen=64)
 SETTINGS = DemoSettings(
     waves=(Wave("burst", 6, 2, 60, 40, 0.1),),
     room_share=0.25,
@@ -29,22 +26,10 @@ SETTINGS = DemoSettings(
 )
 
 
-@pytest.fixture(scope="module")
-def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("demo") / "tiny.pw"
-    quantize.run("tiny", path, QuantizeConfig(max_bits=4, calibration=TEXT), QUIET)
-    sensitivity.run(path, TEXT, QUIET)
-    trace.run(path, TEXT, QUIET)
-    residuals.run(path, QUIET)
-    return path
-
-
 @pytest.mark.slow
-def test_the_demo_passes_its_own_checks(
-    artifact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_demo_passes_its_own_checks(measured: tuple[Path, Any], tmp_path: Path) -> None:
     console = Console(file=io.StringIO(), width=120, soft_wrap=True, record=True)
-    code = run_demo(SETTINGS, artifact, tmp_path, console)
+    code = run_demo(SETTINGS, measured[0], tmp_path, console)
     text = console.export_text()
     assert code == 0, text
     results = json.loads((tmp_path / "results.json").read_text())

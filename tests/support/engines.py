@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import FileLock
 
 from pw.config import (
     CalibrationConfig,
@@ -16,10 +20,11 @@ from pw.config import (
     QuantizeConfig,
 )
 from pw.engine import Engine
-from pw.models.testing import make_checkpoint
+from pw.models.testing import make_checkpoint, make_model
 from pw_pipelines import quantize, sensitivity
 from support.offline import QUIET, write_tokenizer
 
+SHARED = "PW_TESTS_SHARED"  # names a folder of what several tests use; unset: nothing is kept
 VOCABULARY = 260  # three specials, 256 bytes, one spare
 SAMPLES = CalibrationConfig(nsamples=4, seqlen=48)
 
@@ -29,16 +34,36 @@ def make_artifact(
 ) -> tuple[Any, Path]:
     """A random model of a kind and its quantized artifact, sensitivities measured.
 
+    One that was made before in the same test run is copied.
+
     Args:
         kind: One of `pw.models.testing.KINDS`.
         folder: Where both go.
         change: Of the model, before it is written.
         overrides: Further settings of its config.
     """
-    checkpoint = folder / "checkpoint"
+    settings = {"vocab_size": VOCABULARY, **overrides}
     if kind == "gemma4_shared":
-        overrides["vocab_size_per_layer_input"] = VOCABULARY
-    model = make_checkpoint(kind, checkpoint, vocab_size=VOCABULARY, **overrides)
+        settings["vocab_size_per_layer_input"] = VOCABULARY
+    if change is not None or SHARED not in os.environ:
+        return _make(kind, folder, change, settings)
+    name = hashlib.sha256(repr((kind, sorted(settings.items()))).encode()).hexdigest()[:16]
+    kept = Path(os.environ[SHARED]) / name
+    whole = kept.with_suffix(".whole")
+    with FileLock(f"{kept}.lock"):
+        if not whole.exists():
+            shutil.rmtree(kept, ignore_errors=True)  # of a test that was stopped
+            _make(kind, kept, None, settings)
+            whole.touch()
+    shutil.copytree(kept, folder, dirs_exist_ok=True)
+    return make_model(kind, **settings), folder / "model.pw"
+
+
+def _make(
+    kind: str, folder: Path, change: Callable[[Any], None] | None, settings: dict[str, Any]
+) -> tuple[Any, Path]:
+    checkpoint = folder / "checkpoint"
+    model = make_checkpoint(kind, checkpoint, **settings)
     if change is not None:
         change(model)
         model.save_pretrained(checkpoint)
