@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 
 from pw_kernels.descents import descend
+from pw_kernels.places import Places, places_of
 from pw_pipelines.codebook import Codebook
 from pw_pipelines.precision import tensor_cores
 
@@ -161,8 +162,6 @@ class _Fit:
         self.sizes, self.min_bits = [1 << b for b in widths], widths[0]
         device = weights.device
         sizes = torch.tensor(self.sizes, device=device)
-        self.shifts = max(widths) - torch.tensor(widths, device=device)  # [W]
-        self.offsets = sizes.cumsum(0) - sizes  # [W] first place of each table
         self.width_of = torch.repeat_interleave(torch.arange(len(sizes), device=device), sizes)
         self.before = self.errors()
         self.roots = torch.ones_like(self.before)  # of what a unit of e_b counts, [E, N, W]
@@ -175,31 +174,24 @@ class _Fit:
             self.sweep()
             self.fit_tables()
 
-    def places(self, codes: Tensor) -> Tensor:
-        """Places [..., W] int64 in the tables of codes [...]."""
-        return (codes.long()[..., None] >> self.shifts) + self.offsets
-
-    def index(self) -> Tensor:
-        """[E, N, W * K] int64: the place of every weight at every width."""
-        return self.places(self.codes).transpose(2, 3).flatten(2)
+    def places(self) -> Places:
+        """Where the weights are in the tables."""
+        return places_of(self.codes, self.min_bits, len(self.sizes))
 
     def times_hessian(self, values: Tensor) -> Tensor:
-        """[E, N, W * K] -> the same, each K of them times H."""
+        """[E, N, W, K] times H."""
         blocks, _, cols = self.weights.shape
         product = torch.bmm(values.view(blocks, -1, cols), self.hessians)
         return product.view(values.shape)
 
-    def gap(self, index: Tensor, tables: Tensor) -> Tensor:
-        """[E, N, W * K]: weights minus levels."""
-        levels = tables.gather(2, index)
-        widths = len(self.sizes)
-        return self.weights.repeat(1, 1, widths).sub_(levels)
+    def gap(self, levels: Tensor) -> Tensor:
+        """[E, N, W, K]: weights minus levels; in place of these."""
+        return torch.sub(self.weights[:, :, None], levels, out=levels)
 
     def errors(self) -> Tensor:
         """e_b [E, N, W] of every row."""
-        gap = self.gap(self.index(), self.tables)
-        blocks, rows, cols = self.weights.shape
-        return (self.times_hessian(gap) * gap).view(blocks, rows, -1, cols).sum(3)
+        gap = self.gap(self.places().levels(self.tables))
+        return (self.times_hessian(gap) * gap).sum(3)
 
     def fit_tables(self) -> None:
         """Least squares of every table, given the codes.
@@ -207,23 +199,21 @@ class _Fit:
         Minimises (w - P c) H (w - P c)^T + ridge * SUM n_c (c - table)^2 over tables c; P puts a
         level where the code says so, n_c counts its weights. Levels without weights stay.
         """
-        index, tables = self.index(), self.tables
-
-        def gathered(values: Tensor) -> Tensor:  # P^T: [E, N, W * K] -> [E, N, C]
-            return torch.zeros_like(tables).scatter_add_(2, index, values)
+        places, tables = self.places(), self.tables
 
         def per_width(values: Tensor) -> Tensor:  # sums [E, N, C] of each width's table
             sums = torch.zeros_like(self.roots).index_add_(2, self.width_of, values)
             return sums.index_select(2, self.width_of)
 
-        diagonal = self.hessians.diagonal(dim1=1, dim2=2)[:, None].repeat(1, 1, len(self.sizes))
-        pull = _RIDGE * gathered(torch.ones_like(index, dtype=tables.dtype))
-        inverse = _ratio(torch.ones_like(pull), gathered(diagonal.expand(index.shape)) + pull)
-        residual = gathered(self.times_hessian(self.gap(index, tables)))
+        levels = places.levels(tables)
+        diagonal = self.hessians.diagonal(dim1=1, dim2=2)[:, None, None].expand(levels.shape)
+        pull = _RIDGE * places.sums(torch.ones_like(levels))
+        inverse = _ratio(torch.ones_like(pull), places.sums(diagonal) + pull)
+        residual = places.sums(self.times_hessian(self.gap(levels)))
         direction = inverse * residual
         size = per_width(residual * direction)
         for _ in range(_STEPS):
-            image = gathered(self.times_hessian(direction.gather(2, index))) + pull * direction
+            image = places.sums(self.times_hessian(places.levels(direction))) + pull * direction
             length = _ratio(size, per_width(direction * image))
             tables = tables + length * direction
             residual = residual - length * image
@@ -235,9 +225,8 @@ class _Fit:
     def sweep(self) -> None:
         """One pass of coordinate descent over the columns of all rows."""
         blocks, rows, cols = self.weights.shape
-        index, widths = self.index(), len(self.sizes)
-        levels = self.tables.gather(2, index).view(blocks, rows, widths, cols)
-        pulls = self.times_hessian(self.gap(index, self.tables)).view(blocks, rows, widths, cols)
+        levels, widths = self.places().levels(self.tables), len(self.sizes)
+        pulls = self.times_hessian(self.weights[:, :, None] - levels)
         scaled = self.tables * self.roots.index_select(2, self.width_of)
         for start in range(0, cols, _STRIP):
             strip, later = slice(start, start + _STRIP), slice(start + _STRIP, None)
