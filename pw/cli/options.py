@@ -253,6 +253,13 @@ class Runtime:
         bool,
         _scheduling("No CUDA graphs for decoding: slower, for debugging.", "--enforce-eager"),
     ] = EngineConfig.enforce_eager
+    async_scheduling: Annotated[
+        bool,
+        _scheduling(
+            "Launch a decode step before the tokens of the last are read (with CUDA graphs).",
+            "--async-scheduling/--no-async-scheduling",
+        ),
+    ] = EngineConfig.async_scheduling
     tensor_parallel_size: Annotated[
         int,
         _ranks(
@@ -322,6 +329,7 @@ class Runtime:
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,
             enforce_eager=self.enforce_eager,
+            async_scheduling=self.async_scheduling,
             min_bits=self.min_bits,
             max_bits=self.max_bits,
             offload_cpu_memory=_size(self.offload_cpu_memory),

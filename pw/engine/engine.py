@@ -7,7 +7,8 @@ One step:
     run          one forward pass over the packed batch
     sample       next tokens, text, ends
 
-Between two steps nothing reads the arena: that is where bits may change.
+Between two steps nothing reads the arena: that is where bits may change. On a GPU this means the
+order of its stream: steps may be launched before the last is read (`pw.engine.launching`).
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ from typing import Any
 from pw.config import EngineConfig
 from pw.engine.admission import Admission
 from pw.engine.completion import Completion, complete
-from pw.engine.computing import Computed, StepComputer
+from pw.engine.computing import Computed, Flight, StepComputer
+from pw.engine.integrity import check_books
+from pw.engine.launching import Launcher
 from pw.engine.outputs import Widths, accept_token, finish_without_token
 from pw.engine.precision.switch import switch_policy
 from pw.engine.process.wire import EngineInfo
@@ -42,6 +45,7 @@ from pw.engine.start.build import Parts, build_parts
 from pw.engine.start.probe import refuse_overflow
 from pw.engine.status import Counters, concurrency, precision_map, snapshot
 from pw.errors import RequestError
+from pw.memory.prefix_cache import PrecisionTag
 from pw.models.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -64,13 +68,14 @@ class Engine:
         self._grammars = GrammarQueue(parts.tokenizer, parts.tokenizer.vocab_size)
         sampler = Sampler(parts.tokenizer.vocab_size, self._eos)
         self._computer = StepComputer(parts.runner, sampler, parts.quality)
+        # Held while pages and queues change, not while the model runs: what `status` sees adds up.
+        self._books = threading.Lock()
+        self._launcher = Launcher(parts, config, self._computer, self._books, self._give_up)
         self._sequences: dict[str, Sequence] = {}
         self._counters = Counters()
         self._outputs: list[RequestOutput] = []  # not yet handed out: a fault loses none
-        self._step = self._turn = self._generated = 0
+        self._generated = 0
         self._last_step_time = time.monotonic()
-        # Held while pages and queues change, not while the model runs: what `status` sees adds up.
-        self._books = threading.Lock()
 
     @classmethod
     def from_artifact(cls, path: str | Path, config: EngineConfig) -> Engine:
@@ -105,7 +110,7 @@ class Engine:
         if self._config.trace_requests:
             self._parts.trace.write(
                 "request",
-                step=self._step,
+                step=self._launcher.step,
                 id=request_id,
                 prompt=sequence.prompt,
                 params=asdict(params),
@@ -119,7 +124,7 @@ class Engine:
         with self._books:
             output = self._end(sequence, "abort")
         if self._config.trace_requests:
-            self._parts.trace.write("abort", step=self._step, id=request_id)
+            self._parts.trace.write("abort", step=self._launcher.step, id=request_id)
         return output
 
     def fail_running(self, error: str, code: str) -> list[RequestOutput]:
@@ -150,26 +155,21 @@ class Engine:
     # -- the loop --------------------------------------------------------------------------
 
     def step(self) -> list[RequestOutput]:
-        """Advance all running requests by one forward pass; what is new, per request."""
-        parts = self._parts
+        """Advance all running requests by one forward pass; what is new, per request.
+
+        Where steps overlap, the next one has been launched when this returns.
+        """
         with self._books:
             self._queue_compiled()
-            self._safe_point(idle=False)
-            self._meet_floor()
-            chunks = parts.scheduler.schedule()
-        if parts.table is not None:
-            parts.table.publish()
-        if not chunks:
+        flight = self._launcher.next()
+        if flight is None:
             if self._grammars and not self._outputs:
                 self._grammars.wait(_WAIT_SECONDS)
             return self._hand_out()
-        computed = self._computer.run(chunks)
+        self._launcher.go_ahead(flight)
+        computed = self._computer.read(flight)
         with self._books:
-            self._take_step_in(computed)
-            if parts.quality is not None:
-                parts.quality.after_step(parts.scheduler.running)
-            self._step += 1
-            self._counters.count_step(sum(chunk.count for chunk in computed.chunks))
+            self._take_step_in(flight, computed)
             self._last_step_time = time.monotonic()
         return self._hand_out()
 
@@ -179,7 +179,7 @@ class Engine:
         Returns:
             Whether later turns would do more.
         """
-        self._safe_point(idle=True)
+        self._launcher.safe_point(idle=True)
         return self._parts.precision.pending
 
     def generate(
@@ -214,7 +214,7 @@ class Engine:
         with self._books:
             found = switch_policy(self._parts, self._config, policy)
             self._config = replace(self._config, policy=found)
-        self._parts.trace.write("policy", step=self._step, policy=policy)
+        self._parts.trace.write("policy", step=self._launcher.step, policy=policy)
 
     def reset_prefix_cache(self) -> None:
         """Forget every prefix; requests that use one keep it to their end."""
@@ -270,7 +270,7 @@ class Engine:
                 self._config,
                 self._counters,
                 self._waiting,
-                self._step,
+                self._launcher.step,
                 self._last_step_time,
             )
 
@@ -280,42 +280,17 @@ class Engine:
         Raises:
             AssertionError: One does not hold.
         """
-        parts = self._parts
-        parts.pool.check_integrity()
-        parts.kv.check_integrity()
-        used = parts.kv.used_pages
-        if parts.table is not None:
-            parts.table.check_integrity()
-            if not parts.precision.holds(parts.precision.floor):
-                raise AssertionError(f"a block is below {parts.precision.floor} bits")
-            used += parts.table.resident_pages()
-        if used + parts.pool.free_count != parts.pool.num_pages:
-            raise AssertionError("free + weight + KV pages are not all pages")
-        status = self.status()
-        if status.bytes.total > status.bytes.budget:
-            raise AssertionError(f"{status.bytes.total} bytes exceed {status.bytes.budget}")
+        check_books(self._parts, self.status())
 
     # -- inside ----------------------------------------------------------------------------
-
-    def _safe_point(self, *, idle: bool) -> None:
-        self._turn += 1
-        forecast = self._parts.scheduler.forecast(self._config.planner.forecast_steps)
-        self._parts.precision.safe_point(self._step, self._turn, forecast, idle)
 
     def _hand_out(self) -> list[RequestOutput]:
         outputs, self._outputs = self._outputs, []
         return outputs
 
-    def _meet_floor(self) -> None:
-        """Move planes until the next request has the bits it asks for; its end if it never will."""
-        wish = self._parts.scheduler.next_floor()
-        if wish is None:
-            self._parts.precision.aim = 0
-            return
-        hopeless = self._parts.precision.reach(wish.bits, wish.pages, wish.alone)
-        if hopeless is not None:
-            end = self._end(wish.sequence, "error", hopeless, "precision_unavailable")
-            self._outputs.append(end)
+    def _give_up(self, sequence: Sequence, reason: str) -> None:
+        """End the next request: the bits that it asks for are not to be had."""
+        self._outputs.append(self._end(sequence, "error", reason, "precision_unavailable"))
 
     @property
     def _waiting(self) -> int:
@@ -338,21 +313,29 @@ class Engine:
             else:
                 self._outputs.append(self._end(sequence, "error", str(error), error.code))
 
-    def _take_step_in(self, computed: Computed) -> None:
-        """Book a step, and what it adds to each sequence that was at its end."""
-        for chunk in computed.chunks:
-            self._parts.scheduler.book(chunk)
+    def _take_step_in(self, flight: Flight, computed: Computed) -> None:
+        """Book a step, and what it adds to each sequence that was at its end and still runs."""
+        parts, tag = self._parts, flight.tag
+        if flight.broken is not None:
+            tag = tag.merged(parts.scheduler.precision())  # it was computed again, just now
+        booked = [chunk for chunk in computed.chunks if chunk.lives]
+        for chunk in booked:
+            parts.scheduler.book(chunk, tag)
             scored = computed.scored.get(chunk, [])
             self._counters.prompt_tokens += chunk.sequence.see(chunk.start + chunk.count, scored)
-            if self._parts.quality is not None:
-                self._parts.quality.close_prompt(chunk.sequence, self._parts.kv)
+            if parts.quality is not None:
+                parts.quality.close_prompt(chunk.sequence, parts.kv)
         for of_one in zip(computed.ready, computed.tokens, computed.logprobs, strict=True):
-            self._outputs.append(self._take_in(*of_one))
+            if of_one[0].lives:
+                self._outputs.append(self._take_in(*of_one, widths=_widths(tag)))
         for sequence, error in computed.failed:
             self._outputs.append(self._end(sequence, "error", error, "engine_failed"))
+        if parts.quality is not None:
+            parts.quality.after_step(parts.scheduler.running, computed.passes)
+        self._counters.count_step(sum(chunk.count for chunk in booked))
 
     def _take_in(
-        self, chunk: Chunk, token: int | None, logprob: TokenLogprob | None
+        self, chunk: Chunk, token: int | None, logprob: TokenLogprob | None, *, widths: Widths
     ) -> RequestOutput:
         """Book the next token of a sequence."""
         sequence = chunk.sequence
@@ -367,7 +350,7 @@ class Engine:
         if sequence.max_tokens == 0:
             return self._end(sequence, "length")
         try:
-            output = accept_token(sequence, token, logprob, self._eos, self._widths())
+            output = accept_token(sequence, token, logprob, self._eos, widths)
         except RequestError as refused:
             return self._end(sequence, "error", refused.message, refused.code)
         except Exception as error:
@@ -389,13 +372,14 @@ class Engine:
         """End a sequence without a further token."""
         self._counters.count(reason)
         self._forget(sequence, keep=reason != "error")
-        return finish_without_token(sequence, reason, self._widths(), error, code)
+        widths = _widths(self._parts.scheduler.precision())
+        return finish_without_token(sequence, reason, widths, error, code)
 
     def _forget(self, sequence: Sequence, *, keep: bool = True) -> None:
         self._grammars.drop(sequence)
         self._parts.scheduler.finish(sequence, keep=keep)
         del self._sequences[sequence.request_id]
 
-    def _widths(self) -> Widths:
-        table = self._parts.table
-        return Widths() if table is None else Widths(table.mean_bits(), int(table.committed.min()))
+
+def _widths(tag: PrecisionTag) -> Widths:
+    return Widths(tag.mean_bits, tag.least_bits)

@@ -51,7 +51,7 @@ class RoutingCounter:
         self.sums = torch.zeros(len(geometry.layers), 2, geometry.experts, device=device)
 
     def take(self) -> NDArray[np.float32]:
-        """Weights [L, E] since the last call, there after `small_copies.wait_for`; zero again."""
+        """Weights [L, E] since the last call, there once a later `mark` is reached; zero again."""
         mass = to_host(self.sums[:, 0])
         self.sums.zero_()
         return mass

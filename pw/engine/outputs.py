@@ -71,10 +71,12 @@ def finish_without_token(
     return replace(output, error=error, error_code=code)
 
 
-def blocked_tokens(sequence: Sequence, eos_token_ids: frozenset[int]) -> tuple[int, ...]:
+def blocked_tokens(
+    sequence: Sequence, eos_token_ids: frozenset[int], generated: int
+) -> tuple[int, ...]:
     """Tokens that may not come yet: ends, while fewer than min_tokens are generated."""
     params = sequence.params
-    if len(sequence.output) >= params.min_tokens:
+    if generated >= params.min_tokens:
         return ()
     return (*eos_token_ids, *params.stop_token_ids)
 

@@ -92,6 +92,10 @@ class ModelRunner:
         assert self.steps is not None
         return self.steps.run(chunks, self._experts, drawn)
 
+    def wait(self, arrived: Callable[[], None]) -> None:
+        """Let the results of a step arrive."""
+        arrived()
+
     def capture(self, most: int) -> None:
         """Let decode steps of up to `most` sequences be replayed from CUDA graphs, if they can."""
         self.steps = capture_steps(self._skeleton, self._experts, self._kv, most)

@@ -10,7 +10,7 @@ fits alone. Nobody overtakes: who is next waits at most for the longest rest of 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple, Protocol
 
 from pw.engine.sequence import Chunk, Sequence
@@ -69,6 +69,9 @@ class Scheduler:
         max_num_seqs: Running sequences at most.
         max_num_batched_tokens: Tokens of one step at most.
         precision: Tells the widths of the experts now, for the prefix cache.
+
+    Attributes:
+        precision: The same.
     """
 
     def __init__(
@@ -81,7 +84,7 @@ class Scheduler:
         precision: Callable[[], PrecisionTag] = lambda: UNQUANTIZED,
     ) -> None:
         self._kv, self._pool, self._relief = kv, pool, relief
-        self._precision = precision
+        self.precision = precision
         self._max_seqs, self._max_tokens = max_num_seqs, max_num_batched_tokens
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # oldest first
@@ -100,6 +103,38 @@ class Scheduler:
                 self._grow(sequence, min(missing, budget), chunks)
         self._admit(chunks)
         return list(chunks.values())
+
+    def schedule_ahead(self, flying: Iterable[Chunk]) -> list[Chunk] | None:
+        """The decode step behind one whose tokens are not known yet, with pages for it.
+
+        Args:
+            flying: Chunks of that step, one token each, all at the ends of their sequences.
+
+        Returns:
+            A chunk for each sequence that may go on; None where somebody would have to be preempted
+            for that. Who has been given pages keeps them.
+        """
+        chunks: list[Chunk] = []
+        for chunk in flying:
+            sequence, start = chunk.sequence, chunk.start + 1
+            if sequence.kv is None or sequence.remaining <= 1:
+                continue
+            self._kv.slide(sequence.kv, start)
+            while (lacking := self._lacking(sequence, start + 1)) > 0:
+                if self._relief.release(lacking, "kv allocation") == 0:
+                    return None
+            self._kv.grow(sequence.kv, start + 1)
+            chunks.append(Chunk(sequence, start, 1, ahead=True))
+        return chunks
+
+    def admits(self) -> bool:
+        """Whether the next step would let in a sequence that waits."""
+        if not self.waiting or len(self.running) >= self._max_seqs:
+            return False
+        sequence = self.waiting[0]
+        if not self._relief.holds(sequence.params.min_bits or 0):
+            return False
+        return self._fits(sequence, self._find_prefix(sequence))
 
     def next_floor(self) -> FloorWish | None:
         """The wish of the next sequence, if it has one and there is a place for it."""
@@ -127,8 +162,8 @@ class Scheduler:
             waiting = self._kv.pages_for_tokens(min(head.length + steps, head.longest))
         return Forecast(self.pages_ahead(steps), waiting)
 
-    def book(self, chunk: Chunk) -> None:
-        """The tokens of a chunk are in the cache now."""
+    def book(self, chunk: Chunk, tag: PrecisionTag) -> None:
+        """The tokens of a chunk are in the cache now, computed at the widths of `tag`."""
         sequence, end = chunk.sequence, chunk.start + chunk.count
         sequence.computed = end
         if self._kv.prefix is not None:
@@ -136,7 +171,7 @@ class Scheduler:
             if sequence.chain is None:
                 sequence.chain = self._kv.prefix.chain()
             sequence.chain.extend(sequence.tokens, end)
-            self._kv.record(sequence.kv, end, sequence.chain, self._precision())
+            self._kv.record(sequence.kv, end, sequence.chain, tag)
 
     def finish(self, sequence: Sequence, *, keep: bool = True) -> None:
         """Forget a sequence, wherever it is, and free its pages.
@@ -201,7 +236,7 @@ class Scheduler:
             sequence.chain = prefix.chain()
         sequence.chain.extend(sequence.tokens, sequence.length)
         digests = sequence.chain.digests[: min(needed, sequence.length - 1) // self._kv.unit]
-        return prefix.match(digests, self._precision(), params.min_bits)
+        return prefix.match(digests, self.precision(), params.min_bits)
 
     def _let_in(self, sequence: Sequence, match: PrefixMatch) -> None:
         sequence.kv = self._kv.open(match)

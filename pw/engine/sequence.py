@@ -98,6 +98,7 @@ class Chunk:
     sequence: Sequence
     start: int
     count: int
+    ahead: bool = False  # its one token has been drawn on the device and was not read before
 
     @property
     def is_prompt(self) -> bool:
@@ -105,9 +106,14 @@ class Chunk:
         return self.start < len(self.sequence.prompt)
 
     @property
+    def lives(self) -> bool:
+        """Whether its sequence still runs."""
+        return self.sequence.kv is not None
+
+    @property
     def samples(self) -> bool:
         """Whether the sequence's next token comes out of this step."""
-        return self.start + self.count == self.sequence.length
+        return self.ahead or self.start + self.count == self.sequence.length
 
     def scored_targets(self) -> range:
         """Prompt tokens whose log-probabilities are wanted and come out of this chunk."""

@@ -1,4 +1,4 @@
-"""Small copies between host and device that nobody waits for, and the one wait of a step.
+"""Small copies between host and device that nobody waits for, and the one wait for a step.
 
 To a GPU they go through pinned memory in stream order: a copy from pageable memory would first wait
 for all that the stream has to do. On a CPU a copy is a view or a plain copy.
@@ -6,6 +6,7 @@ for all that the stream has to do. On a CPU a copy is a view or a plain copy.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,7 @@ def to_device(array: NDArray[Any], device: torch.device) -> Tensor:
 
 
 def to_host(tensor: Tensor) -> NDArray[Any]:
-    """An array of a tensor's values as they are now, filled when `wait_for` next returns."""
+    """An array of a tensor's values as they are now, filled once a later `mark` is reached."""
     if tensor.device.type == "cpu":
         copied: NDArray[Any] = np.array(tensor.numpy())
         return copied
@@ -36,9 +37,14 @@ def to_host(tensor: Tensor) -> NDArray[Any]:
     return filled
 
 
-def wait_for(device: torch.device) -> None:
-    """Let all copies of `to_host` arrive. The only place where a step waits for its device."""
-    if device.type == "cuda":
-        arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        arrived.record()
-        arrived.synchronize()
+def mark(device: torch.device) -> Callable[[], None]:
+    """A mark behind all copies of `to_host` so far: called, it returns when they have arrived.
+
+    The only place where the host waits for a step, and not for what has been launched after it.
+    """
+    if device.type != "cuda":
+        return lambda: None
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(device))
+    wait: Callable[[], None] = event.synchronize
+    return wait

@@ -15,6 +15,7 @@ from pw.engine.computing import LOST_AFTER
 from pw.engine.request import RequestOutput, SamplingParams
 from pw.engine.sequence import Chunk
 from pw.errors import EngineLostError
+from pw.memory.prefix_cache import PrecisionTag
 from support.engines import open_engine, random_prompt
 
 PROMPTS = [random_prompt(7 + 8 * seed, seed) for seed in range(5)]
@@ -182,8 +183,8 @@ def test_a_fault_loses_no_output(qwen: tuple[Any, Path], monkeypatch: pytest.Mon
     scheduler = engine._parts.scheduler
     book = scheduler.book
 
-    def once(chunk: Chunk) -> None:
-        book(chunk)
+    def once(chunk: Chunk, tag: PrecisionTag) -> None:
+        book(chunk, tag)
         if chunk.sequence.request_id == "b" and left:
             raise RuntimeError(left.pop())
 

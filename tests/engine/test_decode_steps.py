@@ -22,6 +22,7 @@ from pw.engine import Engine
 from pw.engine.graphs.capture import Step, eager
 from pw.engine.graphs.decode import DecodeSteps, bucket_sizes, capture_steps
 from pw.engine.request import SamplingParams
+from pw.engine.sequence import Chunk
 from support.engines import make_artifact, open_engine, random_prompt, tight_budget
 
 LENGTHS = (45, 1, 17, 30, 2, 64, 9)
@@ -33,9 +34,9 @@ def with_steps(engine: Engine, make: Callable[[Step], Step] = eager, most: int =
     runner.steps = DecodeSteps(runner._skeleton, runner._experts, engine._parts.kv, most, make)
     run, sizes = runner.steps.run, []
 
-    def watched(chunks: Any, experts: Any) -> Tensor:
+    def watched(chunks: Any, *rest: Any) -> Tensor:
         sizes.append(len(chunks))
-        return run(chunks, experts)
+        return run(chunks, *rest)
 
     runner.steps.run = watched  # type: ignore[method-assign]
     return sizes
@@ -133,7 +134,8 @@ def test_bits_may_change_between_any_two_steps(qwen: tuple[Any, Path]) -> None:
             engine.check_integrity()
         return tokens
 
-    packed, stepped = (open_engine(qwen[1], enable_prefix_caching=False) for _ in range(2))
+    settings: dict[str, Any] = {"enable_prefix_caching": False, "async_scheduling": False}
+    packed, stepped = (open_engine(qwen[1], **settings) for _ in range(2))
     sizes = with_steps(stepped)
     assert serve(stepped) == serve(packed)
     assert len(sizes) > 15
@@ -211,27 +213,24 @@ def test_no_operation_of_a_decode_step_waits_for_the_device(kind: str, tmp_path:
     _, artifact = make_artifact(kind, tmp_path, **sizes)  # the fast kernels on a CPU want 16
     engine = open_engine(artifact, "static:4")
     with_steps(engine)
+    launch, decodes = engine._computer.launch, []
+
+    def watched(chunks: list[Chunk], *rest: Any) -> Any:
+        with _Asked() as asked:
+            flight = launch(chunks, *rest)
+        if all(chunk.start >= len(chunk.sequence.prompt) for chunk in chunks):
+            decodes.append((rest[1] is not None, asked))
+        return flight
+
+    engine._computer.launch = watched  # type: ignore[method-assign]
     prompts, params = requests()
-    for number, (prompt, its) in enumerate(zip(prompts, params, strict=True)):
-        engine.add_request(f"r{number}", prompt, replace(its, min_tokens=2, top_k=9))
-    decodes = 0
-    while engine.has_work():
-        run = engine._computer.run
-        asked = _Asked()
-
-        def watched(chunks: Any, run: Any = run, asked: _Asked = asked) -> Any:
-            with asked:
-                return run(chunks)
-
-        engine._computer.run = watched  # type: ignore[method-assign]
-        prompts_left = any(s.computed < len(s.prompt) for s in engine._sequences.values())
-        engine.step()
-        engine._computer.run = run  # type: ignore[method-assign]
-        if not prompts_left:
-            decodes += 1
-            assert asked.operations > 50
-            assert asked.waits == []
-    assert decodes > 5
+    for penalty in (0.5, 0.0):  # penalties keep steps apart
+        its = [replace(p, min_tokens=2, top_k=9, frequency_penalty=penalty) for p in params]
+        engine.generate(prompts, its)
+    assert {ahead for ahead, _ in decodes} == {False, True}
+    for _, asked in decodes:
+        assert asked.operations > 50
+        assert asked.waits == []
 
 
 def test_what_cannot_be_captured_runs_as_before_and_is_told_once(

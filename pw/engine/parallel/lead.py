@@ -8,7 +8,7 @@ is under way on all, whichever is late; if they failed on one, it has failed.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -236,6 +236,16 @@ class LeadRunner(ModelRunner):
         """
         with self._team.watched(), super().threads_for(chunks):
             yield
+
+    def wait(self, arrived: Callable[[], None]) -> None:
+        """See `ModelRunner`. A rank that is lost meanwhile ends the step.
+
+        Raises:
+            EngineLostError: It has.
+        """
+        with self._team.watched():
+            self._team.launched()
+            arrived()
 
     def first_not_finite(self, chunk: Chunk) -> str:
         """See `ModelRunner`. The others compute it again, too."""

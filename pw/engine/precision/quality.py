@@ -27,6 +27,8 @@ from pw.planning.table import BlockTable
 
 logger = logging.getLogger("pw.engine")
 
+RoutedPass = tuple[NDArray[np.float32], int]
+"""Router weight [L, E] of a forward pass and its tokens; there once a later `mark` is reached."""
 _LIVE = 1.0  # weight of a request about to end: it still shares the weights for this step
 
 
@@ -60,7 +62,6 @@ class Quality:
         self._model, self._routing, self._counter = model, routing, counter
         self._new_statistics = new_statistics
         self._eta: NDArray[np.float64] | None = None
-        self._passes: list[tuple[NDArray[np.float32], int]] = []  # of the step: mass, tokens
 
     @property
     def experts_never_routed(self) -> int:
@@ -97,16 +98,16 @@ class Quality:
         sequence.eta = eta
         kv.annotate(sequence.kv, PromptEta(eta.astype(np.float32)))
 
-    def note_pass(self, tokens: int) -> None:
+    def read_pass(self, tokens: int) -> RoutedPass:
         """Have the routing of a forward pass over so many tokens read with its results."""
-        self._passes.append((self._counter.take(), tokens))
+        return self._counter.take(), tokens
 
-    def after_step(self, running: Iterable[Sequence]) -> None:
-        """Take in the routing of the step; merge the prompts of the running sequences."""
-        if self._passes:
-            mass, tokens = zip(*self._passes, strict=True)
+    def after_step(self, running: Iterable[Sequence], passes: Iterable[RoutedPass]) -> None:
+        """Take in the routing of a step's passes; merge the prompts of the running sequences."""
+        routed = list(passes)
+        if routed:
+            mass, tokens = zip(*routed, strict=True)
             self._routing.update(np.sum(mass, axis=0), sum(tokens))
-            self._passes.clear()
         live = [seq for seq in running if seq.eta is not None]
         etas = [seq.eta for seq in live if seq.eta is not None]
         self._eta = merge(etas, [seq.remaining + _LIVE for seq in live])

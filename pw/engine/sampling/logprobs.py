@@ -14,7 +14,7 @@ from pw.memory.budget import SCORED_ROWS
 from pw.memory.small_copies import to_device, to_host
 
 Scored = Callable[[], list[TokenLogprob]]
-"""Log-probabilities, to be asked for after `small_copies.wait_for`."""
+"""Log-probabilities, to be asked for once a `small_copies.mark` is reached."""
 
 
 def score(

@@ -30,20 +30,30 @@ class Sampler:
     def __init__(self, vocabulary: int, eos_token_ids: frozenset[int]) -> None:
         self._vocabulary, self._eos = vocabulary, eos_token_ids
 
-    def choose(self, ready: Seq[Sequence], logits: Tensor) -> Tensor:
+    @staticmethod
+    def reads_tokens(sequence: Sequence) -> bool:
+        """Whether a draw depends on which tokens, and not only how many, have come before."""
+        return sequence.params.penalized or sequence.grammar is not None
+
+    def choose(self, ready: Seq[Sequence], logits: Tensor, unread: int = 0) -> Tensor:
         """Next token of each sequence, without a wait: [S] int64, -1 where logits are not finite.
 
         Args:
             ready: [S] sequences at their ends.
             logits: [S, V] as the model gave them; left as they are.
+            unread: Tokens of each that the device has drawn and the host has not read; if there
+                are, `reads_tokens` holds for none of them.
         """
         finite = logits.sum(-1, dtype=torch.float32).isfinite()  # NaN and inf survive
         if not ready:
             return finite.long()
         tokens = sample(
-            self._changed(ready, logits[:, : self._vocabulary]),
+            self._changed(ready, logits[:, : self._vocabulary], unread),
             [seq.params for seq in ready],
-            [None if seq.chance is None else seq.chance.at(len(seq.output)) for seq in ready],
+            [
+                None if seq.chance is None else seq.chance.at(len(seq.output) + unread)
+                for seq in ready
+            ],
         )
         return torch.where(finite, tokens, -1)
 
@@ -52,8 +62,8 @@ class Sampler:
     ) -> Callable[[], dict[int, TokenLogprob]]:
         """Log-probabilities of chosen tokens [S] by row, where they are wanted.
 
-        They are the model's own, before anything changed its logits. To be asked for after
-        `small_copies.wait_for`.
+        They are the model's own, before anything changed its logits. To be asked for once
+        a `small_copies.mark` is reached.
         """
         rows = [row for row, seq in enumerate(ready) if seq.params.logprobs is not None]
         if not rows:
@@ -65,9 +75,9 @@ class Sampler:
         scored = score(logits, tokens, counts, self._vocabulary)
         return lambda: dict(zip(rows, scored(), strict=True))
 
-    def _changed(self, ready: Seq[Sequence], logits: Tensor) -> Tensor:
+    def _changed(self, ready: Seq[Sequence], logits: Tensor, unread: int = 0) -> Tensor:
         """The logits after everything but temperature, in a copy if anything changes them."""
-        blocked = [blocked_tokens(sequence, self._eos) for sequence in ready]
+        blocked = [blocked_tokens(seq, self._eos, len(seq.output) + unread) for seq in ready]
         params = [sequence.params for sequence in ready]
         if not any(blocked) and not any(
             its.penalized or its.logit_bias or its.grammar for its in params
