@@ -1,5 +1,7 @@
 """The dense weights of one of several ranks: attention by heads, MLPs by inner columns.
 
+Where there are fewer KV heads than ranks, several ranks have the same one, that of their queries.
+
 Maps that read the whole hidden state are cut by outputs (queries, keys, values, gate, up), maps
 that give it back are cut by inputs (attention output, down): a rank's results of these are partial
 sums, and the module carries `pw_reduce`, which adds them up over the ranks in place. Everything
@@ -29,6 +31,7 @@ AllReduce = Callable[[Tensor], Tensor]
 _BY_OUTPUTS = ("q_proj", "k_proj", "v_proj", "q_b_proj", "kv_b_proj")
 _BY_INPUTS = "o_proj"
 _WHOLE = ("q_a_proj", "kv_a_proj_with_mqa")
+_BY_KV_HEADS = ("k_proj", "v_proj")  # of _BY_OUTPUTS
 _PER_HEAD = ("sinks",)  # parameters of attention with a number for each query head
 _MLP = {"gate_proj", "up_proj", "down_proj"}
 
@@ -53,9 +56,11 @@ class Reduction:
 
 @dataclass(frozen=True)
 class _Cut:
-    """Of a parameter: the axis along which the ranks share it; None: only rank 0 has it at all."""
+    """Of a parameter: the axis along which it is cut; None: only rank 0 has it at all."""
 
     axis: int | None
+    parts: int
+    mine: int
 
 
 class DensePart:
@@ -81,8 +86,9 @@ class DensePart:
         self._partial: list[str] = []  # linear maps cut by inputs
         model = architecture.meta
         self._check_heads(architecture)
-        for name in architecture.probe.bindings:
-            self._cut_attention(name, model.get_submodule(name))
+        kv_heads = {layer.layer: layer.kv_heads for layer in architecture.probe.kv.layers}
+        for name, binding in architecture.probe.bindings.items():
+            self._cut_attention(name, model.get_submodule(name), kv_heads[binding.layer])
         experts = tuple(f"{name}." for name in architecture.experts)
         for name, module in model.named_modules():
             routed = f"{name}.".startswith(experts)
@@ -96,12 +102,13 @@ class DensePart:
             return tensor
         if cut.axis is None:
             return tensor if self._rank == 0 else tensor.new_zeros(tensor.shape)
-        part: Tensor = tensor.chunk(self._size, cut.axis)[self._rank]
+        part: Tensor = tensor.chunk(cut.parts, cut.axis)[cut.mine]
         return part.clone()  # the rest is not to be kept alive
 
     def kv(self, geometry: KvGeometry) -> KvGeometry:
         """Keys and values that this rank stores."""
-        layers = (replace(x, kv_heads=x.kv_heads // self._size) for x in geometry.layers)
+        size = self._size
+        layers = (replace(x, kv_heads=max(1, x.kv_heads // size)) for x in geometry.layers)
         return KvGeometry(tuple(layers))
 
     def bind(self, model: Any) -> None:
@@ -125,24 +132,24 @@ class DensePart:
                 f"{heads} attention heads cannot be shared evenly by {size} ranks",
                 "use another --tensor-parallel-size",
             )
-        fewest = min(layer.kv_heads for layer in architecture.probe.kv.layers)
         for layer in architecture.probe.kv.layers:
-            if layer.kv_heads % size:
+            if layer.kv_heads % size and size % layer.kv_heads:
                 raise ConfigError(
                     f"{layer.kv_heads} KV heads of layer {layer.layer} cannot be shared evenly by "
                     f"{size} ranks",
-                    f"use a --tensor-parallel-size of which {fewest} is a multiple",
+                    "use a --tensor-parallel-size that divides them, or a multiple of them",
                 )
 
-    def _cut_attention(self, name: str, module: nn.Module) -> None:
+    def _cut_attention(self, name: str, module: nn.Module, kv_heads: int) -> None:
         for leaf, parameter in module.named_parameters(recurse=False):
             if leaf in _PER_HEAD:
-                self._cuts[f"{name}.{leaf}"] = _Cut(0)
+                self._cuts[f"{name}.{leaf}"] = self._cut(0)
             else:
                 raise _cannot(name, f"a parameter `{leaf}` {list(parameter.shape)}")
         for leaf, child in module.named_children():
             if leaf in _BY_OUTPUTS:
-                self._by_outputs(f"{name}.{leaf}", child)
+                parts = min(self._size, kv_heads) if leaf in _BY_KV_HEADS else self._size
+                self._by_outputs(f"{name}.{leaf}", child, parts)
             elif leaf == _BY_INPUTS:
                 self._by_inputs(f"{name}.{leaf}", child)
             elif isinstance(child, nn.Linear) and leaf not in _WHOLE:
@@ -162,22 +169,27 @@ class DensePart:
             if leaf == "down_proj":
                 self._by_inputs(f"{name}.{leaf}", child)
             elif leaf in _MLP:
-                self._by_outputs(f"{name}.{leaf}", child)
+                self._by_outputs(f"{name}.{leaf}", child, self._size)
 
-    def _by_outputs(self, name: str, module: Any) -> None:
-        self._check_size(name, module.weight.shape[0])
+    def _by_outputs(self, name: str, module: Any, parts: int) -> None:
+        self._check_size(name, module.weight.shape[0], parts)
         for leaf, _ in module.named_parameters():
-            self._cuts[f"{name}.{leaf}"] = _Cut(0)
+            self._cuts[f"{name}.{leaf}"] = self._cut(0, parts)
 
     def _by_inputs(self, name: str, module: Any) -> None:
-        self._check_size(name, module.weight.shape[1])
-        self._cuts[f"{name}.weight"] = _Cut(1)
+        self._check_size(name, module.weight.shape[1], self._size)
+        self._cuts[f"{name}.weight"] = self._cut(1)
         if module.bias is not None:
-            self._cuts[f"{name}.bias"] = _Cut(None)
+            self._cuts[f"{name}.bias"] = self._cut(None)
         self._partial.append(name)
 
-    def _check_size(self, name: str, extent: int) -> None:
-        if extent % self._size:
+    def _cut(self, axis: int | None, parts: int | None = None) -> _Cut:
+        """A part for each rank, or fewer: then neighbours have the same one."""
+        parts = parts or self._size
+        return _Cut(axis, parts, self._rank * parts // self._size)
+
+    def _check_size(self, name: str, extent: int, parts: int) -> None:
+        if extent % parts:
             raise ConfigError(
                 f"{extent} numbers of `{name}` cannot be shared evenly by {self._size} ranks",
                 "use another --tensor-parallel-size",

@@ -66,6 +66,27 @@ def test_two_ranks_give_the_tokens_of_one(
     assert [thread.returncode for thread in threads] == [0, 0]
 
 
+def test_ranks_with_the_same_kv_head_give_the_tokens_of_one(
+    tmp_path: Path, threads: list[FollowerThread]
+) -> None:
+    """Gemma 4: two KV heads in sliding layers, one in the others, which both ranks store."""
+    _, artifact = make_artifact("gemma4_text", tmp_path, moe_intermediate_size=12)
+    expected = answers(open_engine(artifact, "static:3"))
+    engine = open_engine(artifact, "static:3", **TWO)
+    check_same(answers(engine), expected)
+    engine.close()
+
+
+def test_experts_by_rank_give_the_tokens_of_one_rank(
+    qwen: tuple[Any, Path], threads: list[FollowerThread]
+) -> None:
+    for policy in ("static:4", "dense"):
+        expected = answers(open_engine(qwen[1], policy))
+        engine = open_engine(qwen[1], policy, enable_expert_parallel=True, **TWO)
+        check_same(answers(engine), expected)
+        engine.close()
+
+
 def test_what_cannot_be_shared_is_refused_and_nothing_is_left(
     qwen: tuple[Any, Path], threads: list[FollowerThread]
 ) -> None:
