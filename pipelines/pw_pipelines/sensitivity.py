@@ -102,22 +102,32 @@ class BlockErrors:
     Args:
         blocks: The blocks of an artifact.
         checkpoint: What it was made from.
+        loaded: Gives the weight of a block whose layer is in memory; None = it is read.
     """
 
-    def __init__(self, blocks: DequantizedBlocks, checkpoint: Checkpoint) -> None:
+    def __init__(
+        self,
+        blocks: DequantizedBlocks,
+        checkpoint: Checkpoint,
+        loaded: Callable[[BlockKey], Tensor] | None = None,
+    ) -> None:
         self._blocks, self._checkpoint = blocks, checkpoint
+        self._loaded = loaded or checkpoint.expert_weight
         self._energies: dict[BlockKey, Tensor] = {}  # [W, K] float32
         self._kept: dict[BlockKey, Tensor] = {}
         self._room = 0
 
     def __call__(self, key: BlockKey) -> Tensor:
-        """Errors of a block; those of its layer are kept while there is room."""
+        """Errors of a block in memory; those of its layer are kept while there is room."""
         if key in self._kept:
             return self._kept[key]
+        return self._make(key, self._loaded(key))
+
+    def _make(self, key: BlockKey, weight: Tensor) -> Tensor:
         fresh = not any(kept.layer == key.layer for kept in self._kept)
         if fresh:
             self._kept.clear()
-        errors = self._blocks.errors(key, self._checkpoint.expert_weight(key))
+        errors = self._blocks.errors(key, weight)
         if fresh:
             self._room = _CACHE_BYTES[errors.device.type]
         if key not in self._energies:
@@ -132,8 +142,8 @@ class BlockErrors:
         geometry = self._checkpoint.geometry
         found: dict[Module, list[Tensor]] = {m: [] for m in MODULES}
         for key in list(geometry.keys()):
-            if key not in self._energies:
-                self(key)
+            if key not in self._energies:  # no token came here, or an earlier run had it
+                self._make(key, self._checkpoint.expert_weight(key))
             found[key.module].append(self._energies[key])
         shape = (len(geometry.layers), geometry.experts)
         stacked = {m: torch.stack(parts).numpy() for m, parts in found.items()}
@@ -230,7 +240,7 @@ def _measure(
 ) -> tuple[dict[str, NDArray[np.float64]], dict[str, NDArray[np.generic]]]:
     """Scores by metric [L, E, M, W] over all windows [P, S], and the arrays of the table."""
     moments = Moments.from_arrays(artifact.table("moments").arrays)
-    errors = BlockErrors(blocks, checkpoint)
+    errors = BlockErrors(blocks, checkpoint, model.expert_weight)
     sums = GradientSums(artifact.geometry, len(blocks.widths), errors, model.device)
     own = part_of(windows, ranks, model.device)
     with progress.stage(STAGE, model.backward_units(own.shape[0]), "samples x layers") as advance:

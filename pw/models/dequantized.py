@@ -8,7 +8,7 @@ from torch import Tensor
 
 from pw.blocks import BlockKey
 from pw.store.artifact import Artifact
-from pw_kernels.bitplane import TILE_WORDS, dequantize, plane_bytes
+from pw_kernels.bitplane import TILE_WORDS, bit_reverse_lut, dequantize, plane_bytes, unpack_planes
 
 
 class DequantizedBlocks:
@@ -26,13 +26,20 @@ class DequantizedBlocks:
 
     def weight(self, key: BlockKey, bits: int) -> Tensor:
         """[N, K] float32 at one width."""
-        return self._decode(key, self._planes(key, bits), bits)
+        shape = self._artifact.geometry.shape(key.module)
+        lut = self._artifact.lut(key, bits).to(self._device)
+        return dequantize(self._planes(key, bits), lut, shape.rows, shape.cols).float()
 
     def errors(self, key: BlockKey, original: Tensor) -> Tensor:
         """[W, N, K] float32: weight at each width minus the original [N, K]."""
-        planes = self._planes(key, self.widths[-1])
+        shape, most = self._artifact.geometry.shape(key.module), self.widths[-1]
+        codes = unpack_planes(self._planes(key, most), shape.rows, shape.cols).long()
         exact = original.to(self._device, torch.float32)
-        return torch.stack([self._decode(key, planes[:b], b) - exact for b in self.widths])
+        errors = exact.new_empty((len(self.widths), *exact.shape))
+        for bits, out in zip(self.widths, errors, strict=True):
+            table = bit_reverse_lut(self._artifact.lut(key, bits).to(self._device))
+            torch.sub(table[: shape.rows].gather(1, codes >> (most - bits)).float(), exact, out=out)
+        return errors
 
     def _planes(self, key: BlockKey, bits: int) -> Tensor:
         shape = self._artifact.geometry.shape(key.module)
@@ -40,8 +47,3 @@ class DequantizedBlocks:
         self._artifact.read_planes(key, 0, bits, data)
         words = torch.from_numpy(data.view(np.int32)).view(bits, -1, TILE_WORDS)
         return words.to(self._device)
-
-    def _decode(self, key: BlockKey, planes: Tensor, bits: int) -> Tensor:
-        shape = self._artifact.geometry.shape(key.module)
-        lut = self._artifact.lut(key, bits).to(self._device)
-        return dequantize(planes, lut, shape.rows, shape.cols).float()
