@@ -61,7 +61,11 @@ def create_app(
     app.include_router(tokenization_router(context))
     app.include_router(control_router(context))
     # The last one added is the outermost.
-    app.add_middleware(BodyLimit, max_bytes=config.limits.max_body_bytes)
+    app.add_middleware(
+        BodyLimit,
+        max_bytes=config.limits.max_body_bytes,
+        patience=config.limits.body_timeout,
+    )
     app.add_middleware(
         TurnAway,
         gate=context.gate,

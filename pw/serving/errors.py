@@ -26,6 +26,7 @@ _CODES = {
     400: "invalid_value",
     404: "not_found",
     405: "method_not_allowed",
+    408: "timeout",
     413: "request_too_large",
 }
 _FORMS = {

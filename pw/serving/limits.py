@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ class ServingLimits:
     request_timeout: float | None = None  # seconds from a request's arrival to its last byte
     sse_ping_interval: float = 15.0  # seconds of silence in a stream
     send_timeout: float = 60.0  # seconds in which a client must read something
+    body_timeout: float = 60.0  # seconds in which more of a request's body must come
     buffered_outputs: int = 64  # of one sequence, before the engine's side must wait
 
     def __post_init__(self) -> None:
@@ -145,11 +147,18 @@ def shutting_down() -> RequestError:
 
 
 class BodyLimit:
-    """ASGI middleware: a request body over the bound is a 413, declared or streamed."""
+    """ASGI middleware: bounds on the body of a request.
 
-    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
+    Args:
+        app: Behind it.
+        max_bytes: A body over them is a 413, declared or streamed.
+        patience: Seconds; a body of which nothing more comes for so long is a 408.
+    """
+
+    def __init__(self, app: ASGIApp, max_bytes: int, patience: float) -> None:
         self._app = app
         self._max_bytes = max_bytes
+        self._patience = patience
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on with its body watched."""
@@ -159,12 +168,18 @@ class BodyLimit:
         header = dict(scope["headers"]).get(b"content-length", b"0")
         declared = int(header) if header.isdigit() else 0
         received = 0
+        complete = False
 
         async def limited() -> Message:
-            nonlocal received
+            nonlocal received, complete
             if declared > self._max_bytes:
                 raise self._too_large()
-            message = await receive()
+            try:
+                async with asyncio.timeout(None if complete else self._patience):
+                    message = await receive()
+            except TimeoutError:
+                raise self._too_slow() from None
+            complete = not message.get("more_body", False)
             received += len(message.get("body", b""))
             if received > self._max_bytes:
                 raise self._too_large()
@@ -176,5 +191,12 @@ class BodyLimit:
         return HTTPException(
             413,
             f"request body must be at most {self._max_bytes} bytes",
+            headers={"connection": "close"},
+        )
+
+    def _too_slow(self) -> HTTPException:
+        return HTTPException(
+            408,
+            f"nothing more of the request body came for {self._patience:g} s",
             headers={"connection": "close"},
         )

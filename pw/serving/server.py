@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import resource
 import shlex
 import signal
 import socket
@@ -19,6 +20,7 @@ from fastapi import FastAPI
 from pw.serving.app import create_app
 from pw.serving.context import ServingConfig, ServingContext
 from pw.serving.headers import MAX_HEADER_BYTES
+from pw.serving.http_protocol import HttpProtocol
 from pw.serving.limits import shutting_down
 from pw.serving.listen import Endpoint
 from pw.serving.process.engine_protocol import AsyncEngineProtocol, TokenizerProtocol
@@ -65,6 +67,7 @@ def serve(
     Raises:
         ConfigError: The endpoint cannot be listened on.
     """
+    _allow_many_connections()
     app = create_app(engine, tokenizer, config, allowed_origins=allowed_origins)
     context: ServingContext = app.state.context
     with endpoint.listening() as listener:
@@ -85,10 +88,16 @@ def serve(
     return 0
 
 
+def _allow_many_connections() -> None:
+    """Take as many file descriptors as the system allows; the usual 1,024 are few connections."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
 def _uvicorn_config(app: FastAPI, endpoint: Endpoint) -> uvicorn.Config:
     return uvicorn.Config(
         app,
-        http="h11",
+        http=HttpProtocol,
         ws="none",
         log_config=None,
         access_log=False,  # each generation has its own line

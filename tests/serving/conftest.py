@@ -19,6 +19,8 @@ import uvicorn
 
 from pw.serving.app import create_app
 from pw.serving.context import ServingConfig, ServingContext
+from pw.serving.headers import MAX_HEADER_BYTES
+from pw.serving.http_protocol import HttpProtocol
 from pw.serving.server import KEEP_ALIVE_SECONDS
 from support.patience import PATIENCE
 from tests.serving.browser import driver  # noqa: F401 - a fixture
@@ -57,7 +59,13 @@ def serving(
     app = create_app(engine, tokenizer or WordTokenizer(), config)
     server = uvicorn.Server(
         uvicorn.Config(
-            app, port=0, log_config=None, ws="none", timeout_keep_alive=KEEP_ALIVE_SECONDS
+            app,
+            port=0,
+            http=HttpProtocol,
+            log_config=None,
+            ws="none",
+            timeout_keep_alive=KEEP_ALIVE_SECONDS,
+            h11_max_incomplete_event_size=MAX_HEADER_BYTES,
         )
     )
     thread = threading.Thread(target=lambda: asyncio.run(server.serve()), daemon=True)

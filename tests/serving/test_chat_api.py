@@ -132,6 +132,14 @@ def test_stream_on_the_wire(served):
     assert all(event.startswith('data: {"') for event in events[:-2])
 
 
+def test_what_an_assistant_refused_with_is_text(served):
+    part = {"type": "refusal", "refusal": "1 2"}
+    messages = [*ASK, {"role": "assistant", "content": [part]}, *ASK]
+    fields = {"model": "fake", "max_tokens": 1, "top_logprobs": 0}  # which asks for nothing
+    answer = served.openai.chat.completions.create(messages=messages, **fields)
+    assert answer.choices[0].message.content
+
+
 @pytest.mark.parametrize(
     ("messages", "sentence"),
     [

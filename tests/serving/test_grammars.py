@@ -42,7 +42,7 @@ async def verdict(checker, grammar):
 @pytest.mark.slow
 def test_a_worker_through_all_that_happens_to_it(monkeypatch):
     """One test, as starting the worker takes seconds."""
-    monkeypatch.setattr(grammars, "CPU_SECONDS", 3.0)  # so that what is slow is so for a while
+    monkeypatch.setattr(grammars, "CPU_SECONDS", 1.5)  # so that what is slow is so for a while
 
     async def run():
         checker = GrammarChecker(TINY)

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 import orjson
-from pydantic import BaseModel, Field, model_validator
+from pydantic import AliasChoices, BaseModel, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from pw.engine.request import Grammar, SamplingParams
@@ -29,10 +29,10 @@ FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:/-]{1,128}$")]
 
 
 class ContentPart(BaseModel):
-    """One part of a message; text only."""
+    """One part of a message; text only. What an assistant refused with is text, too."""
 
-    type: Literal["text"]
-    text: str
+    type: Literal["text", "refusal"]
+    text: str = Field(validation_alias=AliasChoices("text", "refusal"))
 
     @model_validator(mode="before")
     @classmethod
@@ -207,7 +207,7 @@ class ChatRequest(GenerationRequest, ToolUse):
 
     def sampling(self, defaults: SamplingDefaults, limits: ServingLimits) -> SamplingParams:
         """Sampling parameters of choice 0; see the base class."""
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:  # 0 asks for nothing
             raise RequestError("top_logprobs needs logprobs: true", param="top_logprobs")
         limits.check_logprobs(self.top_logprobs, "top_logprobs")
         limits.check_tools(len(self.tools))

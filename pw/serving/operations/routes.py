@@ -57,14 +57,20 @@ def _add_models(router: APIRouter, context: ServingContext) -> None:
 
 
 def _add_health(router: APIRouter, context: ServingContext) -> None:
+    # Balancers and monitors often ask with HEAD; the server then sends no body.
+    @router.head("/health/live", include_in_schema=False)
     @router.get("/health/live")
     async def live() -> Response:
         """200 as long as the event loop answers."""
         return Response()
 
+    @router.head("/health", include_in_schema=False)
     @router.get("/health")
+    @router.head("/health/ready", include_in_schema=False)
     @router.get("/health/ready")
+    @router.head("/ready", include_in_schema=False)
     @router.get("/ready")
+    @router.head("/ping", include_in_schema=False)
     @router.get("/ping")
     async def ready() -> Response:
         """200 when new requests are taken and served, else 503 with the reason."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from pw.serving.structured.regexes import check_regex
 from pw.serving.structured.schema_overlap import all_disjoint, json_type
 
 MAX_DEPTH = 64
@@ -92,6 +93,9 @@ def _check_keywords(schema: dict[str, Any]) -> None:
     binding = [{"pattern"}, {"format"}, {"minLength", "maxLength"}]
     if sum(bool(names.intersection(schema)) for names in binding) > 1:
         raise ValueError("only one of `pattern`, `format` and a length can be followed")
+    keys = _checked(schema.get("patternProperties", {}), dict, "patternProperties")
+    for pattern in (schema.get("pattern", ""), *keys):
+        check_regex(_checked(pattern, str, "pattern"), in_json=True)
 
 
 def _explicit(schema: dict[str, Any]) -> dict[str, Any]:

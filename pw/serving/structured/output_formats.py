@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from pw.engine.request import Grammar
 from pw.errors import RequestError
 from pw.serving.structured.json_schema import normalized
+from pw.serving.structured.regexes import check_regex
 
 MAX_CHOICES = 1024
 Choices = Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1)]
@@ -128,7 +129,11 @@ def _grammar(param: str, kind: Any, value: Any) -> Grammar:
     if kind == "json_schema":
         value = schema_text(value, param)
     try:
+        if kind == "regex":
+            check_regex(value)
         return Grammar(kind, value)
+    except ValueError as error:
+        raise RequestError(f"{param} cannot be followed: {error}", param=param) from None
     except RequestError as error:
         raise RequestError(error.message, param=param) from None
 
