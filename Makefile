@@ -33,7 +33,8 @@ check: $(STAMP)  ## Lint, format, types, import directions
 WORKERS ?= auto
 RERUN   ?= --reruns 1 --max-suite-reruns 5 --rerun-show-tracebacks -rfER
 test: $(STAMP)  ## All tests that need no GPU, a process for each core: make test WORKERS=1
-	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --durations 25 $(RERUN)
+	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder \
+		--durations 25 $(RERUN)
 
 reliability: $(STAMP)  ## The counts of docs/reliability.md: minutes each
 	$(BIN)/python -m pytest -q -m figures --timeout 3600

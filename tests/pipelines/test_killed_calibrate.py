@@ -14,7 +14,7 @@ from support import calibrate_crash
 from support.offline import random_checkpoint, write_text
 
 
-@pytest.mark.parametrize("instants", [2, pytest.param(240, marks=pytest.mark.figures)])
+@pytest.mark.parametrize("instants", [1, pytest.param(240, marks=pytest.mark.figures)])
 def test_killed_at_random_instants_it_ends_with_the_same_bytes(
     tmp_path: Path, instants: int
 ) -> None:

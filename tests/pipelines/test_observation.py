@@ -202,7 +202,7 @@ print(status("VmHWM") - before)
 def test_memory_does_not_grow_with_the_number_of_layers(tmp_path: Path) -> None:
     paths = os.pathsep.join(str(ROOT / name) for name in ("", "kernels", "pipelines"))
     grown = {}
-    for layers in (2, 12):
+    for layers in (2, 7):
         folder = tmp_path / str(layers)
         make_checkpoint(
             "mixtral", folder, num_hidden_layers=layers, num_local_experts=8, hidden_size=256,
@@ -214,4 +214,4 @@ def test_memory_does_not_grow_with_the_number_of_layers(tmp_path: Path) -> None:
             capture_output=True, text=True, check=True,
         )  # fmt: skip
         grown[layers] = int(done.stdout)
-    assert grown[12] - grown[2] < 6_300, grown  # KB, one layer; ten more hold 63 MB
+    assert grown[7] - grown[2] < 6_300, grown  # KB, one layer; five more hold 31 MB

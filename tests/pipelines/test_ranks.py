@@ -91,17 +91,18 @@ def payload(path: Path, layer: int, module: str) -> dict[str, bytes]:
     }
 
 
+@pytest.mark.timeout(400)  # two runs of three processes each: half a minute on two free cores
 def test_two_ranks_make_what_one_makes_even_if_one_is_killed_on_the_way(
     checkpoint: tuple[Path, CalibrationConfig], alone: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "a.pw"
     process = two_ranks(checkpoint, out)
     kill_a_worker(process, tmp_path / "a.pw.partial")
-    process.communicate(timeout=100)
+    process.communicate(timeout=150)
     assert process.returncode != 0
     assert not out.exists()
     process = two_ranks(checkpoint, out)
-    _, errors = process.communicate(timeout=250)
+    _, errors = process.communicate(timeout=150)
     assert process.returncode == 0, errors
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a.pw"]  # no lock, no partial, no work
     one, two = Artifact.open(alone), Artifact.open(out)
@@ -120,7 +121,7 @@ def test_two_ranks_make_what_one_makes_even_if_one_is_killed_on_the_way(
 
 def kill_a_worker(process: subprocess.Popen[Any], partial: Path) -> None:
     """Kill the second rank once blocks are being written."""
-    deadline = time.monotonic() + 200
+    deadline = time.monotonic() + 100
     while not any((partial / ".build" / "blocks").glob("*.json")):
         assert process.poll() is None
         assert time.monotonic() < deadline
