@@ -177,7 +177,7 @@ def test_headers_are_bounded_in_number_and_size() -> None:
                     received += data
             except ConnectionResetError:
                 pass
-            assert received.startswith(b"HTTP/1.1 400") or not received
+            assert received.startswith(b"HTTP/1.1 431") or not received
         assert get(f"{url}/health").status_code == 200
 
 

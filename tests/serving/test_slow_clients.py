@@ -12,6 +12,7 @@ import pytest
 
 from pw.serving import http_protocol, server
 from pw.serving.context import ServingConfig
+from pw.serving.headers import MAX_HEADER_BYTES
 from pw.serving.limits import ServingLimits
 from support.patience import PATIENCE
 from tests.serving.conftest import Served, request_bytes, serving
@@ -75,7 +76,8 @@ def test_an_answer_may_take_longer_than_its_request(hasty: Served) -> None:
     [
         (b"\x16\x03\x01\x02\x00\x01\x00\r\n\r\n", 400, "invalid_value"),
         (b"GET /health HTTP/1.1\r\n\r\n", 400, "invalid_value"),
-        (b"GET / HTTP/1.1\r\nhost: x\r\nx: " + b"a" * 70_000, 431, "headers_too_large"),
+        # One byte too many: nothing is left unread when the server closes, which would be a reset.
+        (b"GET / HTTP/1.1\r\nx: ".ljust(MAX_HEADER_BYTES + 1, b"a"), 431, "headers_too_large"),
         (b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: gzip\r\n\r\n", 400, "invalid_value"),
         (b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: -5\r\n\r\n", 400, "invalid_value"),
     ],
