@@ -8,8 +8,7 @@ is under way on all, whichever is late; if they failed on one, it has failed.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -223,28 +222,15 @@ class LeadRunner(ModelRunner):
         """
         with self._team.in_step():
             self._team.turn(self._step(chunks))
-            result = super().run(chunks)
-            self._team.launched()
-            return result
-
-    @contextmanager
-    def threads_for(self, chunks: list[Chunk]) -> Iterator[None]:
-        """See `ModelRunner`. Until the results are there, a rank that is lost ends the step.
-
-        Raises:
-            EngineLostError: It has.
-        """
-        with self._team.watched(), super().threads_for(chunks):
-            yield
+            return super().run(chunks)
 
     def wait(self, arrived: Callable[[], None]) -> None:
-        """See `ModelRunner`. A rank that is lost meanwhile ends the step.
+        """See `ModelRunner`. A rank that is lost or late ends it.
 
         Raises:
             EngineLostError: It has.
         """
-        with self._team.watched():
-            self._team.launched()
+        with self._team.watched(0):
             arrived()
 
     def first_not_finite(self, chunk: Chunk) -> str:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
-import math
 import os
 import select
 import shutil
@@ -42,7 +41,7 @@ _END_SECONDS = 5.0  # for a follower to end by itself
 _REASON_SECONDS = 1.0  # for the end of a follower to be seen after a sum has failed
 _STUCK_SECONDS = 5.0  # for a step that waits for a lost rank to give up
 _COMPILE_SECONDS = 120.0  # of a step in which kernels are compiled, beside the ranks' wait
-_LOOK_MILLISECONDS = 500  # between looks at the clock
+_LOOK_SECONDS = 0.25  # between looks at the clock
 _RECEIVE_BYTES = 1 << 16
 
 _Answer = TypeVar("_Answer", messages.Here, messages.Planned, messages.Ready, messages.Fetched)
@@ -233,7 +232,7 @@ class Team:
 
     @contextlib.contextmanager
     def watched(self, seconds: float = _COMPILE_SECONDS) -> Iterator[None]:
-        """Around what waits for the other ranks, on a GPU from a step's launch to its results.
+        """Around what waits for the other ranks: on a CPU a step's sums, on a GPU its results.
 
         Args:
             seconds: That it may take, beside the wait.
@@ -250,12 +249,6 @@ class Team:
             self._deadline = outer
         if self._given_up:
             raise EngineLostError(self.reason(TimeoutError("they were given up")))
-
-    def launched(self) -> None:
-        """Nothing but the wait is left of a step."""
-        if self._deadline is not None:
-            limit = time.monotonic() + self._timeout + _STUCK_SECONDS
-            self._deadline = min(self._deadline, limit)
 
     @contextlib.contextmanager
     def in_step(self, seconds: float = _COMPILE_SECONDS) -> Iterator[None]:
@@ -350,13 +343,18 @@ class Team:
         poll = select.poll()
         for follower in self.followers:
             poll.register(follower.socket, 0)  # hang-ups are always reported
-        while True:
-            gone, deadline = poll.poll(_LOOK_MILLISECONDS), self._deadline
+        gone = False
+        while not self._closed.is_set():
+            if gone:
+                time.sleep(_LOOK_SECONDS)  # the next safe point sees it, or the next step's end
+            else:
+                gone = bool(poll.poll(_LOOK_SECONDS * 1e3))
+            deadline = self._deadline
             self._late = deadline is not None and time.monotonic() > deadline
-            if self._closed.is_set() or (gone and deadline is None):
-                return  # the next safe point sees it, or cannot send a step
-            if gone or self._late:
+            if deadline is not None and (gone or self._late):
                 break
+        if self._closed.is_set():
+            return
         self._given_up = True
         if self._group is not None:
             self._group.close()
