@@ -37,13 +37,17 @@ class Tuning:
         split: Warps that share the columns of a row tile; a block has twice as many.
         blocks: Blocks wanted on a multiprocessor; bounds the registers of a thread.
         stages: Tiles that a warp has in flight, where tables are in registers.
-        items: Pairs of row tiles that a block takes in turn, where tables are in shared memory.
+        items: Pairs of row tiles that a block takes, where tables are in shared memory.
+        resident: Bytes of shared memory for tables, there: a block takes as many row tiles at once
+            as fit, and the rest in turn.
     """
 
     split: int
     blocks: int
     stages: int = 2
     items: int = 1
+    resident: int = 64 << 10
+    pingpong: bool = False
 
 
 @dataclass(frozen=True)
@@ -56,6 +60,7 @@ class Plan:
         high: For wider ones, whose tables are in shared memory; None launches all widths as `low`.
         register_bits: At most 4.
         widths: Least and greatest width that a block may have.
+        overlap: Launches may begin while the one before ends.
     """
 
     token_tiles: int
@@ -63,6 +68,7 @@ class Plan:
     high: Tuning | None
     register_bits: int = 4
     widths: tuple[int, int] = (2, MAX_BITS)
+    overlap: bool = True
 
     @property
     def classes(self) -> tuple[tuple[int, int, Tuning], ...]:
@@ -97,9 +103,9 @@ def choose_plan(slots: int, experts: int, shared_bytes: int = _ROOMY) -> Plan:
     if 2 * slots <= experts:  # few blocks: more warps on each, and one launch for all widths
         return Plan(1, Tuning(4, 2), None)
     if slots <= 4 * experts:
-        return Plan(1, Tuning(2, 5), Tuning(4, 2, items=2))
+        return Plan(1, Tuning(2, 5), Tuning(4, 2, items=2, pingpong=True))
     if slots <= 24 * experts or shared_bytes < _ROOMY:
-        return Plan(2, Tuning(2, 4), Tuning(4, 2, items=2))
+        return Plan(2, Tuning(2, 4), Tuning(4, 2, items=2, pingpong=True))
     return Plan(4, Tuning(2, 3), Tuning(4, 1, items=2))
 
 
@@ -161,7 +167,7 @@ def fused_moe(
             "BIAS": int(bias is not None), "EXPAND": 0,
         }  # fmt: skip
         _launch_classes(plan, pages, groups, defines, arguments, device)
-    combine(results, routed, out)
+    combine(results, routed, out, overlap=plan.overlap)
     return out
 
 
@@ -176,6 +182,7 @@ def _launch_classes(
     """Launch the kernel of each class of widths that a block of these pages can have."""
     pairs = (-(-pages.rows // TILE_ROWS) + 1) // 2
     widest = min(plan.widths[1], pages.plane_pages.shape[1])
+    first = 1
     for number, (low, high, tuning) in enumerate(plan.classes):
         low, high = max(low, plan.widths[0]), min(high, widest)
         if low > high:
@@ -183,13 +190,16 @@ def _launch_classes(
         constants = {
             **defines, "CLASS": number, "LOW": low, "HIGH": high, "NT": plan.token_tiles,
             "WK": tuning.split, "ITEMS": tuning.items, "BLOCKS": tuning.blocks,
-            "STAGES": tuning.stages, "TABLE_BITS": plan.register_bits + 1,
+            "STAGES": tuning.stages, "TABLE_BITS": plan.register_bits + 1, "FIRST": first,
+            "RESIDENT": tuning.resident, "PINGPONG": int(tuning.pingpong),
             "SHARED_BASE": nvrtc.reserved_shared_bytes(device.index or 0),
         }  # fmt: skip
         shared = max(_shared_bytes(b, plan, tuning) for b in range(low, high + 1))
         kernel("moe.cu", "experts", constants, device).launch(
-            (-(-pairs // tuning.items), groups), 2 * _LANES * tuning.split, shared, arguments
-        )
+            (-(-pairs // tuning.items), groups), 2 * _LANES * tuning.split, shared, arguments,
+            overlap=plan.overlap,
+        )  # fmt: skip
+        first = 0
 
 
 def _shared_bytes(bits: int, plan: Plan, tuning: Tuning) -> int:
@@ -198,4 +208,11 @@ def _shared_bytes(bits: int, plan: Plan, tuning: Tuning) -> int:
     parts = warps * tokens * 1024
     if bits <= plan.register_bits:
         return 2 * (64 << bits) + parts + warps * tuning.stages * (bits + 4 * tokens) * 512
-    return (256 << bits) + 2 * parts
+    tiles = 1
+    while (
+        2 * tiles * (256 << bits) <= tuning.resident
+        and tiles < 2 * tuning.items
+        and warps % (2 * tiles) == 0
+    ):
+        tiles *= 2
+    return tiles * cuda_prefill.table_bytes(bits) + (2 * parts if tiles == 1 else parts)

@@ -16,7 +16,7 @@ import triton
 from torch import Tensor
 
 from pw_kernels import nvrtc
-from pw_kernels.bitplane import MAX_BITS, TILE_BYTES
+from pw_kernels.bitplane import MAX_BITS, TILE_BYTES, TILE_ROWS
 from pw_kernels.cuda_routing import (
     KINDS,
     Arguments,
@@ -75,6 +75,11 @@ def fused_moe(
     return out
 
 
+def table_bytes(bits: int) -> int:
+    """Shared memory for the tables of a row tile: spread out, and as they come from the arena."""
+    return (256 << bits) + TILE_ROWS * ((2 << bits) + 16)
+
+
 def _expand(
     arena: Tensor, pages: WeightPages, routed: Routed, scratch: Tensor, first: int, last: int
 ) -> None:
@@ -84,7 +89,8 @@ def _expand(
     constants = {
         **shape_constants(pages, arena.shape[1]), "FLOAT16": 0, "TOP_K": 1, "GATED": 0, "KIND": 0,
         "BIAS": 0, "CLASS": 0, "LOW": 2, "HIGH": widest, "NT": 1, "WK": _SPLIT, "ITEMS": 1,
-        "BLOCKS": 2, "STAGES": 2, "TABLE_BITS": _REGISTER_BITS + 1, "EXPAND": 1,
+        "BLOCKS": 2, "STAGES": 2, "FIRST": 0, "RESIDENT": 0, "PINGPONG": 0,
+        "TABLE_BITS": _REGISTER_BITS + 1, "EXPAND": 1,
         "SHARED_BASE": nvrtc.reserved_shared_bytes(device.index or 0),
     }  # fmt: skip
     arguments = Arguments(
@@ -93,7 +99,7 @@ def _expand(
     )  # fmt: skip
     pointers = (pages.bits, pages.lut_offset, routed.counts)
     kernel("moe.cu", "expand", constants, device).launch(
-        (constants["ROW_TILES"], last - first), 64 * _SPLIT, 256 << widest, arguments,
+        (constants["ROW_TILES"], last - first), 64 * _SPLIT, table_bytes(widest), arguments,
         *(ctypes.c_void_p(tensor.data_ptr()) for tensor in pointers), ctypes.c_int(first),
     )  # fmt: skip
 

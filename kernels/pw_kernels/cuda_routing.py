@@ -115,8 +115,11 @@ def route(
     return Routed(work, slots.view(groups, size), counts, ids, weights, live)
 
 
-def combine(results: Tensor, routed: Routed, out: Tensor) -> None:
-    """Add the weighted results [S, H] fp32 of each token, in slot order, into out [T, H]."""
+def combine(results: Tensor, routed: Routed, out: Tensor, overlap: bool = False) -> None:
+    """Add the weighted results [S, H] fp32 of each token, in slot order, into out [T, H].
+
+    `overlap`: as in `Kernel.launch`.
+    """
     tokens, width = out.shape
     constants = {
         "EXPERTS": routed.counts.numel(), "TOKENS": 8, "THREADS": 128,
@@ -125,7 +128,7 @@ def combine(results: Tensor, routed: Routed, out: Tensor) -> None:
     pointers = (ctypes.c_void_p(t.data_ptr()) for t in (results, routed.ids, out))
     kernel("routing.cu", "combine", constants, out.device).launch(
         (-(-width // 1024), tokens), 256, 0, *pointers, ctypes.c_int(width),
-        ctypes.c_void_p(_address(routed.live)),
+        ctypes.c_void_p(_address(routed.live)), overlap=overlap,
     )  # fmt: skip
 
 

@@ -7,9 +7,11 @@
 //   LOW, HIGH     widths that this kernel takes;  CLASS: which of the two work lists it walks
 //   GATED         1: gate_up with activation KIND; 0: down with router weight
 //   TOP_K, BIAS, NT (token tiles of 8 in a group), WK (warps that split K of a row tile; a block has 2 * WK)
-//   ITEMS         pairs of row tiles that a block takes one after the other (tables in shared memory only)
+//   ITEMS         pairs of row tiles that a block takes (tables in shared memory only)
+//   RESIDENT      bytes of shared memory for tables, 65536 at most: as many row tiles as fit are taken at once (the same)
 //   EXPAND        1: blocks are written out as matrices, for prompts, instead of multiplied
 //   STAGES        tiles in flight of a warp (tables in registers only);  BLOCKS: wanted on a multiprocessor
+//   FIRST         1: the first launch of its module, which waits for what the launches before it wrote
 //   TABLE_BITS    first width whose tables lie in shared memory;  SHARED_BASE: where dynamic shared memory begins
 //
 // The matrix unit multiplies weights [16 rows x 16 k] by tokens [16 k x 8]: a lane decodes the words that it
@@ -32,12 +34,19 @@ DI u32 choose(u32 a, u32 b, u32 mask) { return lop3<0xE2>(a, mask, b); }     // 
 DI u32 and_or(u32 a, u32 mask, u32 b) { return lop3<0xEA>(a, mask, b); }     // (a & mask) | b
 DI u32 mad(u32 a, u32 b, u32 c) { u32 d; asm("mad.lo.u32 %0,%1,%2,%3;" : "=r"(d) : "r"(a), "r"(b), "r"(c)); return d; }
 DI constexpr u32 rotl(u32 x, int n) { return (n & 31) ? (x << (n & 31)) | (x >> (32 - (n & 31))) : x; }
+template <int S> DI u32 rotl_by(u32 x) { if constexpr ((S & 31) == 0) return x; else return __funnelshift_l(x, x, S & 31); }
 template <int S> DI u32 rotr(u32 x) { if constexpr ((S & 31) == 0) return x; else return __funnelshift_r(x, x, S & 31); }
 
 DI u64 mad_wide(u32 a, u32 b, u64 c) { u64 d; asm("mad.wide.u32 %0,%1,%2,%3;" : "=l"(d) : "r"(a), "r"(b), "l"(c)); return d; }
 DI uint4 load_stream(const void* p) {
   uint4 v;
   asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3},[%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+  return v;
+}
+// For what a launch that overlaps with this one wrote: not moved before the wait for it.
+DI uint4 load_written(const uint4* p) {
+  uint4 v;
+  asm volatile("ld.global.v4.u32 {%0,%1,%2,%3},[%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
   return v;
 }
 DI void multiply(float* c, const u32* a, u32 b0, u32 b1) {
@@ -67,6 +76,23 @@ DI float activate(float gate, float up) {
 #else
   return gate / (1.0f + expf(-gate)) * up;
 #endif
+}
+
+// ---- launches that overlap ------------------------------------------------------------------------------------
+// A launch may begin while the one before it ends (cuda_moe.py says which). All blocks of a module's first launch wait for
+// the launches before it, then let the next begin; so what a later class of the same module reads is there, and it waits
+// only at its end, so that "complete" always means that everything before is complete, too.
+
+#if __CUDA_ARCH__ >= 900
+DI void wait_for_earlier() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+DI void let_next_begin() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+#else
+DI void wait_for_earlier() {}
+DI void let_next_begin() {}
+#endif
+// What gate_up wrote is there from here on.
+DI void inputs_ready() {
+  if (FIRST && !GATED) { wait_for_earlier(); let_next_begin(); }
 }
 
 // ---- where things are ---------------------------------------------------------------------------------------
@@ -124,7 +150,7 @@ struct Inputs {
   DI void load(int kt, int s, int lane, uint4* words) const {
     UNROLL for (int n = 0; n < NT; n++) {
       words[n] = make_uint4(0, 0, 0, 0);
-      if (size(n, kt, s, lane)) words[n] = __ldg((const uint4*)mad_wide(kt, 256, x[n]) + s * 4);
+      if (size(n, kt, s, lane)) words[n] = load_written((const uint4*)mad_wide(kt, 256, x[n]) + s * 4);
     }
   }
 };
@@ -219,22 +245,25 @@ template <int B> DI void run_low(const Arguments& a, int4 work, unsigned char* s
   u32 to = (u32)__cvta_generic_to_shared(stages);
   Planes<B> planes(a, expert, lane);
   Inputs inputs(a, group, lane);
-  auto fetch = [&](int kt, u32 stage) {
-    if (kt < COL_TILES) {
-      planes.seek(tile + kt);
-      UNROLL for (int p = 0; p < B; p++) copy_async(to + stage * STAGE + p * 512, planes.at(p, tile + kt));
-      UNROLL for (int n = 0; n < NT; n++) {
-        u64 x = mad_wide(kt, 256, inputs.x[n]);
-        UNROLL for (int s = 0; s < 4; s++) copy_async(to + stage * STAGE + (B + s * NT + n) * 512, x + s * 64, inputs.size(n, kt, s, lane));
-      }
+  auto fetch_planes = [&](int kt, u32 stage) {
+    if (kt >= COL_TILES) return;
+    planes.seek(tile + kt);
+    UNROLL for (int p = 0; p < B; p++) copy_async(to + stage * STAGE + p * 512, planes.at(p, tile + kt));
+  };
+  auto fetch_inputs = [&](int kt, u32 stage) {
+    if (kt >= COL_TILES) return;
+    UNROLL for (int n = 0; n < NT; n++) {
+      u64 x = mad_wide(kt, 256, inputs.x[n]);
+      UNROLL for (int s = 0; s < 4; s++) copy_async(to + stage * STAGE + (B + s * NT + n) * 512, x + s * 64, inputs.size(n, kt, s, lane));
     }
-    commit();
   };
   for (int i = threadIdx.x; i < 2 * TABLE / 16; i += 32 * WARPS) {
     int h = i / (TABLE / 16), byte = i % (TABLE / 16) * 16;
     copy_async((u32)__cvta_generic_to_shared(tables + h * TABLE + byte), (u64)table_at(a, work, row_tile(item, h) * TABLE + byte));
   }
-  UNROLL for (int i = 0; i < STAGES - 1; i++) fetch(wk + i * WK, i);
+  UNROLL for (int i = 0; i < STAGES - 1; i++) fetch_planes(wk + i * WK, i);
+  inputs_ready();
+  UNROLL for (int i = 0; i < STAGES - 1; i++) { fetch_inputs(wk + i * WK, i); commit(); }
   wait<STAGES - 2>();
   __syncthreads();
   Table<B> table[4];
@@ -244,7 +273,9 @@ template <int B> DI void run_low(const Arguments& a, int4 work, unsigned char* s
   clear(acc);
   u32 stage = 0, behind = STAGES - 1;
   ROLLED for (int kt = wk; kt < COL_TILES; kt += WK) {
-    fetch(kt + (STAGES - 1) * WK, behind);
+    fetch_planes(kt + (STAGES - 1) * WK, behind);
+    fetch_inputs(kt + (STAGES - 1) * WK, behind);
+    commit();
     wait<STAGES - 1>();
     const uint4* loaded = reinterpret_cast<const uint4*>(stages + stage * STAGE);
     u32 words[B][4], even[4], odd[4];
@@ -272,14 +303,15 @@ template <int B> DI void run_low(const Arguments& a, int4 work, unsigned char* s
 
 template <int OFFSET> DI u32 entry(u32 at) { u32 d; asm volatile("ld.shared.u16 %0,[%1+%2];" : "=r"(d) : "r"(at), "n"(SHARED_BASE + OFFSET)); return d; }
 
-template <int B, int S> DI void bytes_of(const u32* words, const u32* pair, const u32* pair2, const u32* high, const u32* high2, u32& even, u32& odd) {
+// `which` is the number of the table of a warp's row tile, in the bits of a byte above the code, already rotated by S.
+template <int B, int S> DI void bytes_of(const u32* words, const u32* pair, const u32* pair2, const u32* high, const u32* high2, u32 which, u32& even, u32& odd) {
   u32 low, top;                                                 // planes 0-3 of eight weights as nibbles, rotated by S
   if constexpr (B == 3) low = and_or(pair[S & 1], rotl(M3, S), words[2] & rotl(M1, S + 2));
   else low = choose(pair[S & 1], pair2[S & 1], rotl(M3, S));
-  if constexpr (B <= 4) { even = rotr<S>(low & rotl(0x0F0F0F0Fu, S)); odd = rotr<S + 4>(low & rotl(0xF0F0F0F0u, S)); return; }
-  else if constexpr (B == 5) top = words[4] & rotl(M1, S + 4);
-  else if constexpr (B == 6) top = high[S & 1] & rotl(M3, S + 4);
-  else if constexpr (B == 7) top = and_or(high[S & 1], rotl(M3, S + 4), words[6] & rotl(M1, S + 6));
+  if constexpr (B <= 4) top = which;
+  else if constexpr (B == 5) top = and_or(words[4], rotl(M1, S + 4), which);
+  else if constexpr (B == 6) top = and_or(high[S & 1], rotl(M3, S + 4), which);
+  else if constexpr (B == 7) top = and_or(high[S & 1], rotl(M3, S + 4), and_or(words[6], rotl(M1, S + 6), which));
   else top = choose(high[S & 1], high2[S & 1], rotl(M3, S + 4));
   even = rotr<S>(choose(low, top, rotl(0x0F0F0F0Fu, S))); odd = rotr<S + 4>(choose(low, top, rotl(0xF0F0F0F0u, S)));
 }
@@ -289,15 +321,16 @@ template <int I> DI void row_high(u32 even, u32 odd, u32 lane4, u32 (*a)[2][4]) 
   UNROLL for (int q = 0; q < 4; q++) h[q] = mad(entry<AT>(prmt(odd, lane4, 0x5504 + q * 16)), 65536u, entry<AT>(prmt(even, lane4, 0x5504 + q * 16)));
   a[I >> 1][0][I & 1] = h[0]; a[I >> 1][0][2 + (I & 1)] = h[1]; a[I >> 1][1][I & 1] = h[2]; a[I >> 1][1][2 + (I & 1)] = h[3];
 }
-template <int B, int S> DI void decode_high(const u32 (*words)[B], const u32 (*pairs)[4][2], u32 lane4, u32 (*a)[2][4]) {
+template <int B, int S> DI void decode_high(const u32 (*words)[B], const u32 (*pairs)[4][2], u32 lane4, u32 which, u32 (*a)[2][4]) {
+  which = rotl_by<S>(which);
   u32 even[4], odd[4];
-  UNROLL for (int i = 0; i < 4; i++) bytes_of<B, S>(words[i], pairs[0][i], pairs[1][i], pairs[2][i], pairs[3][i], even[i], odd[i]);
+  UNROLL for (int i = 0; i < 4; i++) bytes_of<B, S>(words[i], pairs[0][i], pairs[1][i], pairs[2][i], pairs[3][i], which, even[i], odd[i]);
   row_high<0>(even[0], odd[0], lane4, a); row_high<1>(even[1], odd[1], lane4, a);
   row_high<2>(even[2], odd[2], lane4, a); row_high<3>(even[3], odd[3], lane4, a);
 }
-template <int B, int S> DI void slot_high(const u32 (*words)[B], const u32 (*pairs)[4][2], u32 lane4, const uint4* x, Sums acc) {
+template <int B, int S> DI void slot_high(const u32 (*words)[B], const u32 (*pairs)[4][2], u32 lane4, u32 which, const uint4* x, Sums acc) {
   u32 a[2][2][4];
-  decode_high<B, S>(words, pairs, lane4, a);
+  decode_high<B, S>(words, pairs, lane4, which, a);
   UNROLL for (int n = 0; n < NT; n++)
     UNROLL for (int m = 0; m < 2; m++) { multiply(acc[m][n], a[m][0], x[n].x, x[n].y); multiply(acc[m][n], a[m][1], x[n].z, x[n].w); }
 }
@@ -310,78 +343,117 @@ template <int B> DI void pair_up(const uint4* loaded, u32 (*words)[B], u32 (*pai
     }
   }
 }
-template <int B> DI void tile_high(const uint4* loaded, const Inputs& inputs, int kt, int lane, Sums acc) {
+template <int B> DI void tile_high(const uint4* loaded, const Inputs& inputs, int kt, int lane, u32 which, Sums acc) {
   u32 words[4][B], pairs[4][4][2];
   pair_up<B>(loaded, words, pairs);
   constexpr int AHEAD = NT <= 2 ? 4 : 1;                       // slots of activations in flight
   uint4 x[AHEAD][NT];
   UNROLL for (int s = 0; s < AHEAD; s++) inputs.load(kt, s, lane, x[s]);
-  slot_high<B, 0>(words, pairs, lane * 4, x[0], acc);
+  slot_high<B, 0>(words, pairs, lane * 4, which, x[0], acc);
   if (AHEAD == 1) inputs.load(kt, 1, lane, x[0]);
-  slot_high<B, 1>(words, pairs, lane * 4, x[1 % AHEAD], acc);
+  slot_high<B, 1>(words, pairs, lane * 4, which, x[1 % AHEAD], acc);
   if (AHEAD == 1) inputs.load(kt, 2, lane, x[0]);
-  slot_high<B, 2>(words, pairs, lane * 4, x[2 % AHEAD], acc);
+  slot_high<B, 2>(words, pairs, lane * 4, which, x[2 % AHEAD], acc);
   if (AHEAD == 1) inputs.load(kt, 3, lane, x[0]);
-  slot_high<B, 3>(words, pairs, lane * 4, x[3 % AHEAD], acc);
+  slot_high<B, 3>(words, pairs, lane * 4, which, x[3 % AHEAD], acc);
 }
-// Entries on their way from the arena to the table: eight threads take 8 entries of 8 rows and of the 8 rows below.
-template <int B> struct Fill {
-  static constexpr int PIECES = (1 << B) / 8, JOBS = 2 * PIECES, PASSES = (JOBS + 4 * WARPS - 1) / (4 * WARPS);
-  uint4 raw[PASSES][2];
-  DI void load(const Arguments& a, int4 work, int tile) {
-    UNROLL for (int i = 0; i < PASSES; i++) {
-      int job = i * 4 * WARPS + (threadIdx.x >> 3);
-      if (JOBS % (4 * WARPS) && job >= JOBS) break;
-      UNROLL for (int h = 0; h < 2; h++)
-        raw[i][h] = __ldg(table_at(a, work, (tile * 32 + job / PIECES * 16 + h * 8 + (threadIdx.x & 7)) * (2 << B) + job % PIECES * 16));
+// The tables of some row tiles: copied as they are in the arena to a strip of shared memory while lookups in the tables before
+// them go on, then spread out. Rows of the strip are 16 bytes apart beyond their size, so that reading 8 rows at once never
+// conflicts. Eight threads spread 8 entries of 8 rows and of the 8 rows below.
+template <int B, int TILES> struct Fill {
+  static constexpr int PIECES = (1 << B) / 8, ROW = (2 << B) + 16, COPIES = TILES * 32 * PIECES, EACH = 2 * PIECES, JOBS = TILES * EACH;
+  static constexpr int BYTES = TILES * 32 * ROW;
+  template <typename TileOf> DI static void load(const Arguments& a, int4 work, unsigned char* strip, TileOf tile_of) {
+    UNROLL for (int i = 0; i < (COPIES + 32 * WARPS - 1) / (32 * WARPS); i++) {
+      int job = i * 32 * WARPS + threadIdx.x, row = job / PIECES, byte = job % PIECES * 16;
+      if (COPIES % (32 * WARPS) && job >= COPIES) break;
+      const uint4* from = table_at(a, work, (tile_of(row / 32) * 32 + row % 32) * (2 << B) + byte);
+      copy_async((u32)__cvta_generic_to_shared(strip + row * ROW + byte), (u64)from);
     }
+    commit();
   }
-  DI void store(unsigned char* table) const {
-    UNROLL for (int i = 0; i < PASSES; i++) {
-      int job = i * 4 * WARPS + (threadIdx.x >> 3);
+  DI static void spread(const unsigned char* strip, unsigned char* tables) {
+    UNROLL for (int i = 0; i < (JOBS + 4 * WARPS - 1) / (4 * WARPS); i++) {
+      int job = i * 4 * WARPS + (threadIdx.x >> 3), part = job % EACH, piece = part % PIECES, pair = part / PIECES;
       if (JOBS % (4 * WARPS) && job >= JOBS) break;
-      unsigned char* to = table + job % PIECES * 8 * 256 + job / PIECES * 128 + (threadIdx.x & 7) * 16;
+      const unsigned char* from = strip + (job / EACH * 32 + pair * 16 + (threadIdx.x & 7)) * ROW + piece * 16;
+      uint4 upper = *reinterpret_cast<const uint4*>(from), lower = *reinterpret_cast<const uint4*>(from + 8 * ROW);
+      unsigned char* to = tables + job / EACH * (256 << B) + piece * 8 * 256 + pair * 128 + (threadIdx.x & 7) * 16;
       UNROLL for (int k = 0; k < 8; k++) {
-        u32 v = prmt(reinterpret_cast<const u32*>(&raw[i][0])[k / 2], reinterpret_cast<const u32*>(&raw[i][1])[k / 2], k & 1 ? 0x7632 : 0x5410);
+        u32 v = prmt(reinterpret_cast<const u32*>(&upper)[k / 2], reinterpret_cast<const u32*>(&lower)[k / 2], k & 1 ? 0x7632 : 0x5410);
         *reinterpret_cast<uint4*>(to + k * 256) = make_uint4(v, v, v, v);
       }
     }
   }
 };
+// Row tiles whose tables are in shared memory at once; the block's warps share them out, and the columns of each.
+template <int B> DI constexpr int tiles_at_once() {
+  int tiles = 1;
+  while (2 * tiles * (256 << B) <= RESIDENT && tiles < 2 * ITEMS && WARPS % (2 * tiles) == 0) tiles *= 2;
+  return tiles;
+}
 template <int B> DI void run_high(const Arguments& a, int4 work, unsigned char* shared) {
-  int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, group = work.x, expert = work.y;
+  constexpr int TILES = tiles_at_once<B>(), SPLIT = WARPS / TILES, PART = 8 * NT * 32;
+  int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, group = work.x, expert = work.y, mine = warp / SPLIT, wk = warp % SPLIT;
   int first = 2 * blockIdx.x * ITEMS, last = min(first + 2 * ITEMS, (ROW_TILES + 1) / 2 * 2);
-  float* parts = reinterpret_cast<float*>(shared + (256 << B)); // [2 halves][WARPS][8 * NT][32]
+  unsigned char* strip = shared + TILES * (256 << B);
+  float* parts = reinterpret_cast<float*>(strip + Fill<B, TILES>::BYTES);  // [WARPS, or 2 * WARPS if TILES is 1][8 * NT][32]
+  u32 which = B < 8 ? (u32)mine * (0x11111111u << (B & 3)) : 0;
   Planes<B> planes(a, expert, lane);
-  Fill<B> fill;
   uint4 current[B], next[B];
+  auto tile_of = [&](int step) { step = min(step, last - 1); return row_tile(step >> 1, step & 1); };
   auto fetch = [&](int tile, uint4* words) {
     planes.seek(tile);
     UNROLL for (int p = 0; p < B; p++) words[p] = load_stream((const void*)planes.at(p, tile));
   };
-  fill.load(a, work, row_tile(first >> 1, 0));
-  if (warp < COL_TILES) fetch(row_tile(first >> 1, 0) * COL_TILES + warp, current);
+  auto finish_items = [&](int step) {                           // of the phase that began with `step`
+    if constexpr (TILES == 1) {
+      if (step & 1) finish<SPLIT>(a, parts, step >> 1, group, expert, lane, warp);
+    } else {
+      ROLLED for (int i = 0; i < TILES / 2; i++)
+        if (step + 2 * i < last) finish<SPLIT>(a, parts + 2 * i * SPLIT * PART, (step >> 1) + i, group, expert, lane, warp);
+    }
+  };
+  Fill<B, TILES>::load(a, work, strip, [&](int q) { return tile_of(first + q); });
+  if (wk < COL_TILES) fetch(tile_of(first + mine) * COL_TILES + wk, current);
   Inputs inputs(a, group, lane);
-  ROLLED for (int step = first; step < last; step++) {
-    if (step > first) __syncthreads();                          // the last tile's lookups are over, its parts stored
-    fill.store(shared);
-    if (step > first && !(step & 1)) finish<WARPS>(a, parts, (step >> 1) - 1, group, expert, lane, warp);
+  inputs_ready();
+  ROLLED for (int step = first; step < last; step += TILES) {
+    wait<0>();
+    __syncthreads();                                            // the last tiles' lookups are over, their parts stored
+    Fill<B, TILES>::spread(strip, shared);
+    if (step > first) finish_items(step - TILES);
     __syncthreads();
-    int tile = row_tile(step >> 1, step & 1), ahead = row_tile(step + 1 >> 1, step + 1 & 1);
-    int after = step + 1 < last ? ahead * COL_TILES + warp : -1;
-    if (step + 1 < last) fill.load(a, work, ahead);
+    int tile = tile_of(step + mine) * COL_TILES;
+    int after = step + TILES < last ? tile_of(step + TILES + mine) * COL_TILES + wk : -1;
+    if (step + TILES < last) Fill<B, TILES>::load(a, work, strip, [&](int q) { return tile_of(step + TILES + q); });
     Sums acc;
     clear(acc);
-    ROLLED for (int kt = warp; kt < COL_TILES; kt += WARPS) {
-      int following = kt + WARPS < COL_TILES ? tile * COL_TILES + kt + WARPS : after;
-      if (following >= 0) fetch(following, next);
-      tile_high<B>(current, inputs, kt, lane, acc);
-      UNROLL for (int p = 0; p < B; p++) current[p] = next[p];
+    auto turn = [&](int kt, const uint4* loaded, uint4* ahead) {
+      int following = kt + SPLIT < COL_TILES ? tile + kt + SPLIT : after;
+      if (following >= 0) fetch(following, ahead);
+      tile_high<B>(loaded, inputs, kt, lane, which, acc);
+    };
+    if constexpr (PINGPONG && B < 7) {                                // two turns, so that no register is copied
+      constexpr bool ODD = COL_TILES % (2 * SPLIT) != 0;        // for some warps
+      ROLLED for (int kt = wk; kt < COL_TILES; kt += 2 * SPLIT) {
+        turn(kt, current, next);
+        if (ODD && kt + SPLIT >= COL_TILES) {
+          UNROLL for (int p = 0; p < B; p++) current[p] = next[p];
+          break;
+        }
+        turn(kt + SPLIT, next, current);
+      }
+    } else {
+      ROLLED for (int kt = wk; kt < COL_TILES; kt += SPLIT) {
+        turn(kt, current, next);
+        UNROLL for (int p = 0; p < B; p++) current[p] = next[p];
+      }
     }
-    put(parts + ((step & 1) * WARPS + warp) * NT * 8 * 32, acc, lane);
+    put(parts + (TILES == 1 ? (step & 1) * WARPS + warp : warp) * PART, acc, lane);
   }
   __syncthreads();
-  finish<WARPS>(a, parts, (last >> 1) - 1, group, expert, lane, warp);
+  finish_items(first + (last - first - 1) / TILES * TILES);
 }
 // ---- whole blocks as plain matrices, for prompts ---------------------------------------------------------------
 
@@ -403,9 +475,11 @@ template <int B> DI void expand_block(const Arguments& a, int4 work, u16* out, u
     UNROLL for (int i = 0; i < 4; i++)
       table[i].read(reinterpret_cast<const u32*>(table_at(a, work, (tile * 32 + (lane >> 2) + 8 * i) * (2 << B))));
   } else {
-    Fill<B> fill;
-    fill.load(a, work, tile);
-    fill.store(shared);
+    unsigned char* strip = shared + (256 << B);
+    Fill<B, 1>::load(a, work, strip, [&](int) { return tile; });
+    wait<0>();
+    __syncthreads();
+    Fill<B, 1>::spread(strip, shared);
     __syncthreads();
   }
   ROLLED for (int kt = warp; kt < COL_TILES; kt += WARPS) {
@@ -422,7 +496,7 @@ template <int B> DI void expand_block(const Arguments& a, int4 work, u16* out, u
     } else {
       u32 words[4][B], pairs[4][4][2];
       pair_up<B>(loaded, words, pairs);
-#define SLOT(S) decode_high<B, S>(words, pairs, lane * 4, weights); write_slot<S>(out, tile, kt, lane, weights);
+#define SLOT(S) decode_high<B, S>(words, pairs, lane * 4, 0, weights); write_slot<S>(out, tile, kt, lane, weights);
       SLOT(0) SLOT(1) SLOT(2) SLOT(3)
 #undef SLOT
     }
@@ -447,8 +521,14 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) expand(Argument
 }
 #else
 extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) experts(Arguments a) {
-  int4 work = __ldg(a.work + CLASS * a.groups + blockIdx.y);
-  if (work.y < 0) return;
+  if (FIRST && GATED) wait_for_earlier();
+  if (!FIRST || GATED) let_next_begin();
+  uint4 listed = load_written(reinterpret_cast<const uint4*>(a.work + CLASS * a.groups + blockIdx.y));
+  int4 work = make_int4(listed.x, listed.y, listed.z, listed.w);
+  if (work.y < 0) {
+    if (!FIRST || !GATED) wait_for_earlier();
+    return;
+  }
   if (TABLE_BITS <= HIGH && (u32)__cvta_generic_to_shared(dynamic) != SHARED_BASE) __trap();
 #define TAKE(B)                                             \
   if constexpr (LOW <= B && B <= HIGH)                      \
@@ -456,5 +536,6 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) experts(Argumen
       if constexpr (B < TABLE_BITS) run_low<(B < 4 ? B : 4)>(a, work, dynamic); else run_high<(B > 4 ? B : 4)>(a, work, dynamic); \
     }
   EACH_WIDTH
+  if (!FIRST) wait_for_earlier();
 }
 #endif

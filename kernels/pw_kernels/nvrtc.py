@@ -39,6 +39,7 @@ class Kernel:
         self._device = device
         major, minor = torch.cuda.get_device_capability(device)
         code = machine_code(source, defines, 10 * major + minor)
+        self._overlaps = major >= 9
         _enter(device)
         self._library = _check(driver.cuModuleLoadData(code))
         self._function = _check(driver.cuModuleGetFunction(self._library, name.encode()))
@@ -49,7 +50,14 @@ class Kernel:
         what = getattr(driver.CUfunction_attribute, f"CU_FUNC_ATTRIBUTE_{name}")
         return int(_check(driver.cuFuncGetAttribute(what, self._function)))
 
-    def launch(self, grid: Sequence[int], threads: int, shared_bytes: int, *arguments: Any) -> None:
+    def launch(
+        self,
+        grid: Sequence[int],
+        threads: int,
+        shared_bytes: int,
+        *arguments: Any,
+        overlap: bool = False,
+    ) -> None:
         """Launch on torch's current stream.
 
         Args:
@@ -57,6 +65,9 @@ class Kernel:
             threads: Threads of a block.
             shared_bytes: Dynamic shared memory of a block.
             arguments: ctypes values in the kernel's order; structures are passed by value.
+            overlap: Let it begin before the launch before it has ended (programmatic dependent
+                launch), as soon as all blocks of that one allow it; the kernel itself waits for
+                what it reads. Without effect before compute capability 9.0.
         """
         _enter(self._device)
         if shared_bytes > self._shared:
@@ -64,14 +75,23 @@ class Kernel:
             _check(driver.cuFuncSetAttribute(self._function, limit, shared_bytes))
             self._shared = shared_bytes
         pointers = (ctypes.c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
-        x, y, z = (*grid, 1, 1)[:3]
-        stream = torch.cuda.current_stream(self._device).cuda_stream
-        _check(
-            driver.cuLaunchKernel(
-                self._function, x, y, z, threads, 1, 1, shared_bytes, stream,
-                ctypes.addressof(pointers), 0,
-            )
-        )  # fmt: skip
+        config = driver.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = (*grid, 1, 1)[:3]
+        config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
+        config.sharedMemBytes = shared_bytes
+        config.hStream = torch.cuda.current_stream(self._device).cuda_stream
+        if overlap and self._overlaps:
+            config.attrs, config.numAttrs = [_overlap()], 1
+        _check(driver.cuLaunchKernelEx(config, self._function, ctypes.addressof(pointers), 0))
+
+
+@cache
+def _overlap() -> Any:
+    attribute = driver.CUlaunchAttribute()
+    names = driver.CUlaunchAttributeID
+    attribute.id = names.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+    attribute.value.programmaticStreamSerializationAllowed = 1
+    return attribute
 
 
 @cache

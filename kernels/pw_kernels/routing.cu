@@ -25,6 +25,15 @@ struct Routing {
 
 constexpr int WARPS = THREADS / 32;
 
+// As in moe.cu: a launch may begin while the one before it ends.
+#if __CUDA_ARCH__ >= 900
+#define WAIT_FOR_EARLIER() asm volatile("griddepcontrol.wait;" ::: "memory")
+#define LET_NEXT_BEGIN() asm volatile("griddepcontrol.launch_dependents;" ::: "memory")
+#else
+#define WAIT_FOR_EARLIER()
+#define LET_NEXT_BEGIN()
+#endif
+
 __device__ u64 exclusive_scan(u64 value, u64* warp_sums) {
   int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   u64 sum = value;
@@ -45,6 +54,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) route(Routing a) {
   __shared__ int first[EXPERTS];
   __shared__ u64 mass[EXPERTS], square[EXPERTS], sums[WARPS];
   __shared__ u64 listed;
+  LET_NEXT_BEGIN();
   for (int e = threadIdx.x; e < EXPERTS; e += THREADS) { counts[e] = 0; mass[e] = 0; square[e] = 0; }
   for (int i = threadIdx.x; i < a.groups * TOKENS; i += THREADS) a.slots[i] = a.slot_count;
   __syncthreads();
@@ -110,6 +120,7 @@ extern "C" __global__ void __launch_bounds__(256) combine(const float4* results,
                                                           const int* live) {
   int column = blockIdx.x * 256 + threadIdx.x;
   if (column >= width / 4) return;
+  WAIT_FOR_EARLIER();
   float4 sum = make_float4(0, 0, 0, 0);
   int experts = live && (int)blockIdx.y >= live[0] ? 0 : TOP_K;
   for (int j = 0; j < experts; j++) {

@@ -19,7 +19,7 @@ BLOCK = {
     "FLOAT16": 0, "TOP_K": 4, "ROWS": 2816, "COLS": 2048, "ROW_TILES": 88, "COL_TILES": 16,
     "PLANES": 8, "PP": 22, "LP": 44, "PAGE_SHIFT": 15, "GATED": 1, "KIND": 0, "BIAS": 0,
     "CLASS": 0, "LOW": 2, "HIGH": 4, "NT": 1, "WK": 2, "ITEMS": 1, "BLOCKS": 1, "STAGES": 2,
-    "TABLE_BITS": 5, "SHARED_BASE": 1024, "EXPAND": 0,
+    "TABLE_BITS": 5, "SHARED_BASE": 1024, "EXPAND": 0, "FIRST": 1, "RESIDENT": 65536, "PINGPONG": 0,
 }  # fmt: skip
 
 
