@@ -1,4 +1,4 @@
-"""`descents.descend` in Triton: a program takes some rows through all columns in one launch.
+"""`descents.descend` in Triton: a warp takes a row through all columns in one launch.
 
 In torch a column takes a dozen launches, and the tables are read again for each.
 
@@ -11,8 +11,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-
-_ENTRIES = 4096  # distances that a program holds
 
 
 @triton.jit
@@ -36,49 +34,39 @@ def descend_kernel(
     LEVELS: tl.constexpr,  # 2^max_bits
     COLUMNS: tl.constexpr,  # S
     PADDED_COLUMNS: tl.constexpr,
-    ROWS: tl.constexpr,  # of a program
 ):
-    """Some rows of a block through all columns."""
-    block = tl.program_id(0).to(tl.int64)
-    inner = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    row, inside = block * rows + inner, inner < rows
-    width, column = tl.arange(0, PADDED), tl.arange(0, PADDED_COLUMNS)
-    every = tl.arange(0, LEVELS)
+    """One row through all columns: its tables and pulls stay in the registers of a warp."""
+    row = tl.program_id(0).to(tl.int64)
+    hessians += row // rows * COLUMNS * COLUMNS
     size: tl.constexpr = 2 * LEVELS - (1 << MIN_BITS)  # C
-    some = inside[:, None] & (width < WIDTHS)[None, :]
-    place = row[:, None] * WIDTHS + width[None, :]
-    root = tl.load(roots + place, mask=some, other=0.0)
-    at_level = row[:, None] * level_row + width[None, :] * level_width
-    at_pull = row[:, None] * pull_row + width[None, :] * pull_width
-    all_of = some[:, :, None] & (column < COLUMNS)[None, None, :]
-    level = tl.load(levels + at_level[:, :, None] + column[None, None, :], mask=all_of, other=0.0)
-    pull = tl.load(pulls + at_pull[:, :, None] + column[None, None, :], mask=all_of, other=0.0)
-    offset = (1 << (MIN_BITS + width)) - (1 << MIN_BITS)
-    shift = tl.maximum(WIDTHS - 1 - width, 0)
-    hessians += block * COLUMNS * COLUMNS
+    scaled += row * size
+    tables += row * size
+    width, column, code = tl.arange(0, PADDED), tl.arange(0, PADDED_COLUMNS), tl.arange(0, LEVELS)
+    offset, shift = (1 << (MIN_BITS + width)) - (1 << MIN_BITS), WIDTHS - 1 - width
+    some, shift = width < WIDTHS, tl.maximum(shift, 0)
+    every = tl.load(
+        scaled + offset[:, None] + (code[None, :] >> shift[:, None]), mask=some[:, None], other=0.0
+    )
+    root = tl.load(roots + row * WIDTHS + width, mask=some, other=0.0)
+    inside = some[:, None] & (column < COLUMNS)[None, :]
+    levels += row * level_row + width * level_width
+    at_pull = row * pull_row + width[:, None] * pull_width + column[None, :]
+    pull = tl.load(pulls + at_pull, mask=inside, other=0.0)
     for step in range(COLUMNS):
-        here = (column == step)[None, None, :]
-        own_level = tl.sum(tl.where(here, level, 0.0), 2)
-        own_pull = tl.sum(tl.where(here, pull, 0.0), 2)
-        want = (own_level + own_pull / tl.load(hessians + step * COLUMNS + step)) * root
-        cost = tl.zeros([ROWS, LEVELS], dtype=tl.float32)
-        for index in tl.static_range(WIDTHS):
-            entry = (1 << (MIN_BITS + index)) - (1 << MIN_BITS) + (every >> (WIDTHS - 1 - index))
-            found = tl.load(
-                scaled + row[:, None] * size + entry[None, :], mask=inside[:, None], other=0.0
-            )
-            gap = found - tl.sum(tl.where(width[None, :] == index, want, 0.0), 1)[:, None]
-            cost += gap * gap
-        packed = (cost.to(tl.int32, bitcast=True) & -256) | every[None, :]
-        code = tl.min(packed, 1) & 255
-        tl.store(codes + row * COLUMNS + step, code.to(tl.uint8), mask=inside)
-        entry = offset[None, :] + (code[:, None] >> shift[None, :])
-        fall = own_level - tl.load(tables + row[:, None] * size + entry, mask=some, other=0.0)
-        tl.store(falls + place * COLUMNS + step, fall, mask=some)
-        coupling = tl.load(
-            hessians + step * COLUMNS + column, mask=(column > step) & (column < COLUMNS), other=0.0
-        )
-        pull += fall[:, :, None] * coupling[None, None, :]
+        here = (column == step)[None, :]
+        own_level = tl.load(levels + step, mask=some, other=0.0)
+        own_pull = tl.sum(tl.where(here, pull, 0.0), 1)
+        wanted = (own_level + own_pull / tl.load(hessians + step * COLUMNS + step)) * root
+        gap = every - wanted[:, None]
+        cost = tl.sum(gap * gap, 0)
+        best = tl.min((cost.to(tl.int32, bitcast=True) & -256) | code, 0) & 255
+        tl.store(codes + row * COLUMNS + step, best.to(tl.uint8))
+        chosen = tl.load(tables + offset + (best >> shift), mask=some, other=0.0)
+        fall = own_level - chosen
+        tl.store(falls + (row * WIDTHS + width) * COLUMNS + step, fall, mask=some)
+        later = (column > step) & (column < COLUMNS)
+        coupling = tl.load(hessians + step * COLUMNS + column, mask=later, other=0.0)
+        pull += fall[:, None] * coupling[None, :]
 
 
 def descend(
@@ -95,9 +83,7 @@ def descend(
     levels, pulls = (_rows_side_by_side(tensor) for tensor in (levels, pulls))
     codes = torch.empty((blocks, count, columns), dtype=torch.uint8, device=tables.device)
     falls = torch.empty((blocks, count, widths, columns), device=tables.device)
-    most = 1 << (min_bits + widths - 1)
-    rows = max(1, _ENTRIES // most)
-    descend_kernel[(blocks, triton.cdiv(count, rows))](
+    descend_kernel[(blocks * count,)](
         scaled.contiguous(),
         tables.contiguous(),
         roots.contiguous(),
@@ -114,10 +100,10 @@ def descend(
         MIN_BITS=min_bits,
         WIDTHS=widths,
         PADDED=triton.next_power_of_2(widths),
-        LEVELS=most,
+        LEVELS=1 << (min_bits + widths - 1),
         COLUMNS=columns,
         PADDED_COLUMNS=triton.next_power_of_2(columns),
-        ROWS=rows,
+        num_warps=1,
     )
     return codes, falls
 
