@@ -14,6 +14,7 @@ import torch
 from pw.engine.parallel import follower, messages, team
 from pw.engine.start.ground import Ground
 from pw.errors import PwError
+from pw.models.slicing import AllReduce
 from support.patience import PATIENCE
 
 
@@ -90,8 +91,8 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[FollowerThread]]:
 
     make = follower.Followed
 
-    def make_followed(ground: Ground) -> follower.Followed:
-        followed = make(ground)
+    def make_followed(ground: Ground, all_reduce: AllReduce) -> follower.Followed:
+        followed = make(ground, all_reduce)
         mine = next(x for x in started if x.followed is None)
         mine.followed = followed
         return followed

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from pw.engine.experts import DenseExperts, PagedExperts, RoutedExperts
@@ -25,6 +26,7 @@ from pw.errors import StoreError
 from pw.memory.mover import Mover
 from pw.memory.page_table import WeightPageTable
 from pw.memory.pool import FREE, PagePool
+from pw.models.slicing import AllReduce
 
 logger = logging.getLogger(__name__)
 
@@ -101,10 +103,11 @@ class Followed:
 
     Args:
         ground: Its part of the model, its arena.
+        all_reduce: Adds up over the ranks.
     """
 
-    def __init__(self, ground: Ground) -> None:
-        self._ground = ground
+    def __init__(self, ground: Ground, all_reduce: AllReduce) -> None:
+        self._ground, self._all_reduce = ground, all_reduce
         skeleton, source = ground.loaded.skeleton, ground.loaded.source
         self._table: WeightPageTable | None = None
         self._mover: Mover | None = None
@@ -169,7 +172,12 @@ class Followed:
             self._table.publish()
         chunks = cast(list[Chunk], _chunks(step))
         with self._runner.threads_for(chunks):
-            self._runner.run(chunks)
+            if step.ahead:
+                device = self._ground.loaded.skeleton.device
+                none = torch.zeros(len(chunks), dtype=torch.int64, device=device)
+                self._runner.run_ahead(chunks, self._all_reduce(none))
+            else:
+                self._runner.run(chunks)
 
     def _make(self, change: messages.Change, table: WeightPageTable, mover: Mover) -> None:
         match change:

@@ -111,7 +111,7 @@ def follow(order: messages.Follow, link: Link) -> None:
     group = RankGroup(seat.rank, seat.size, order.folder, device, config.collective_timeout)
     seat.reduction.connect(group.all_reduce)
     try:
-        followed = Followed(ground)
+        followed = Followed(ground, group.all_reduce)
         try:
             _make_turns(followed, link, group)
         finally:

@@ -63,7 +63,9 @@ class RankGroup:
             RuntimeError: A rank has gone, or has not come in time.
         """
         whole = tensor.contiguous()
-        self._group.allreduce([whole], self._options).wait()
+        work = self._group.allreduce([whole], self._options)
+        if work is not None:  # NCCL's is part of the current stream, and needs no wait
+            work.wait()
         return whole
 
     def agree(self, ready: bool) -> bool:

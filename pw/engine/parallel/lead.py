@@ -224,6 +224,16 @@ class LeadRunner(ModelRunner):
             self._team.turn(self._step(chunks))
             return super().run(chunks)
 
+    def run_ahead(self, chunks: list[Chunk], drawn: Tensor) -> Tensor:
+        """See `ModelRunner`. The others add zeros to the tokens, and so get them.
+
+        Raises:
+            EngineLostError: It broke.
+        """
+        with self._team.in_step():
+            self._team.turn(self._step(chunks, ahead=True))
+            return super().run_ahead(chunks, self._team.group.all_reduce(drawn))
+
     def wait(self, arrived: Callable[[], None]) -> None:
         """See `ModelRunner`. A rank that is lost or late ends it.
 
@@ -239,13 +249,14 @@ class LeadRunner(ModelRunner):
             self._team.turn(self._step([chunk]))
             return super().first_not_finite(chunk)
 
-    def _step(self, chunks: list[Chunk]) -> messages.Step:
+    def _step(self, chunks: list[Chunk], *, ahead: bool = False) -> messages.Step:
+        known = [] if ahead else chunks
         rows = [chunk.sequence.kv_row for chunk in chunks]
         return messages.Step(
             rows=rows,
             starts=[chunk.start for chunk in chunks],
             counts=[chunk.count for chunk in chunks],
-            tokens=[token for chunk in chunks for token in chunk.token_ids()],
+            tokens=[token for chunk in known for token in chunk.token_ids()],
             prompts=[chunk.is_prompt for chunk in chunks],
             samples=[chunk.samples for chunk in chunks],
             watched=[
@@ -253,6 +264,7 @@ class LeadRunner(ModelRunner):
                 for chunk in chunks
             ],
             patches=self._patches(rows),
+            ahead=ahead,
         )
 
     def _patches(self, rows: list[int]) -> list[messages.Patch]:

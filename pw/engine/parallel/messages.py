@@ -99,6 +99,7 @@ class Step(_Message):
     samples: list[bool]
     watched: list[bool]  # prompts that rank 0 learns from or scores: they take no graph
     patches: list[Patch]  # of the block tables, before it
+    ahead: bool  # the tokens are on rank 0's device, and are told by a sum over the ranks
 
 
 Change = Load | Reduce | Begin | Commit | Cancel | Drop

@@ -7,12 +7,15 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
 
-from pw.engine import Engine
+from pw.engine import Engine, runner
+from pw.engine.graphs.capture import eager
+from pw.engine.graphs.decode import DecodeSteps
 from pw.engine.request import SamplingParams
 from pw.engine.sequence import Chunk
 from pw.errors import EngineLostError
@@ -51,6 +54,7 @@ def record(engine: Engine, followed: Any) -> tuple[list[bytes], list[bytes]]:
     follows: list[bytes] = []
     runner, compute = engine._parts.runner, followed.compute
     run: Callable[..., Any] = runner.run
+    run_ahead: Callable[..., Any] = runner.run_ahead
 
     def lead(chunks: list[Chunk]) -> Any:
         assert engine._parts.table is not None
@@ -61,7 +65,13 @@ def record(engine: Engine, followed: Any) -> tuple[list[bytes], list[bytes]]:
         follows.append(followed._table.committed.tobytes())
         compute(step)
 
+    def lead_ahead(chunks: list[Chunk], drawn: Any) -> Any:
+        assert engine._parts.table is not None
+        leads.append(engine._parts.table.committed.tobytes())
+        return run_ahead(chunks, drawn)
+
     runner.run = lead  # type: ignore[method-assign]
+    runner.run_ahead = lead_ahead  # type: ignore[method-assign]
     followed.compute = follow
     return leads, follows
 
@@ -96,11 +106,24 @@ def check_alike(engine: Engine, followed: Any) -> None:
     assert torch.equal(followed._table._mirror.host, table._mirror.host)
 
 
+@pytest.fixture
+def uncaptured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let decode steps of fixed shape run as they are, without a GPU."""
+
+    def make(*arguments: Any) -> DecodeSteps:
+        return DecodeSteps(*arguments, eager)
+
+    monkeypatch.setattr(runner, "capture_steps", make)
+
+
 @pytest.mark.parametrize("by_expert", [False, True], ids=["slices", "experts"])
+@pytest.mark.usefixtures("uncaptured")
 def test_ranks_commit_the_same_bits_at_the_same_steps(
     artifact: Path, threads: list[FollowerThread], by_expert: bool
 ) -> None:
     engine, followed = squeezed(artifact, threads, enable_expert_parallel=by_expert)
+    if by_expert:  # and in fixed shapes, that overlap
+        engine._parts.runner.capture(8)
     settle(engine)
     leads, follows = record(engine, followed)
     lowest = min(steps(engine, range(4)))
@@ -188,29 +211,26 @@ def check_alike_tables(engine: Engine, followed: Any) -> None:
             return
 
 
+@pytest.mark.usefixtures("uncaptured")
 def test_fixed_shapes_for_decoding_are_the_same_on_all_ranks(
-    artifact: Path, threads: list[FollowerThread], monkeypatch: pytest.MonkeyPatch
+    artifact: Path, threads: list[FollowerThread]
 ) -> None:
-    """As with CUDA graphs: padded batches, chosen alike; here the steps run as they are."""
-    from pw.engine import runner
-    from pw.engine.graphs.capture import eager
-    from pw.engine.graphs.decode import DecodeSteps
-
-    def uncaptured(*arguments: Any) -> DecodeSteps:
-        return DecodeSteps(*arguments, eager)
-
+    """As with CUDA graphs: padded batches, chosen alike, the next launched before one is read."""
     plain = open_engine(artifact, "static:4")
     prompts = [random_prompt(length, length) for length in (33, 5, 40)]
     expected = [done.token_ids for done in plain.generate(prompts, GREEDY)]
-    monkeypatch.setattr(runner, "capture_steps", uncaptured)
     for by_expert in (False, True):
         settings = TWO | {"enable_expert_parallel": by_expert}
         engine = open_engine(artifact, "static:4", **settings)
         engine._parts.runner.capture(8)
         assert engine._parts.runner.steps is not None
-        assert [done.token_ids for done in engine.generate(prompts, GREEDY)] == expected
-        assert threads[-1].followed._runner.steps is not None  # type: ignore[union-attr]
+        followed = threads[-1].followed
+        assert followed is not None
+        with patch.object(followed._runner, "run_ahead", wraps=followed._runner.run_ahead) as ahead:
+            assert [done.token_ids for done in engine.generate(prompts, GREEDY)] == expected
+        assert ahead.call_count > 10
         engine.close()
+        assert followed._runner.steps is None  # nothing of it is left for the ranks to wait for
 
 
 def test_a_rank_that_does_not_come_ends_the_replica(
