@@ -7,21 +7,33 @@ from __future__ import annotations
 
 import hashlib
 import json
-from pathlib import Path
+from collections.abc import Iterator, Mapping
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from pw import FORMAT_VERSION
-from pw.errors import StoreError
+from pw.config import EngineConfig, format_bytes, format_exactly
+from pw.errors import BudgetError, StoreError
 
 _MANIFEST_BYTES = 256 << 20
-_FILE_BYTES = 64 << 20  # a tokenizer, a config; weights are left to the engine
+_HASHED_BYTES = (
+    1 << 30
+)  # of all files that are read; planes and larger files are left to the engine
+_DENSE = "dense.safetensors"
+_NARROW = ("bfloat16", "float16")
+_ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
-def check_artifact(path: Path) -> None:
-    """Refuse an artifact of a newer format, or whose configs and tokenizer are not its own.
+def check_artifact(path: Path, config: EngineConfig) -> None:
+    """Refuse an artifact that the engine would refuse after seconds.
+
+    Args:
+        path: Its folder.
+        config: With what it is to be served.
 
     Raises:
-        StoreError: Naming the file and what to do.
+        StoreError: It is of a newer format, or a file is missing, cut short or another one.
+        BudgetError: Its weights alone are more than the memory budget.
     """
     manifest = _read(path / "manifest.json")
     if manifest is None:
@@ -33,10 +45,11 @@ def check_artifact(path: Path) -> None:
             f"this program reads up to {FORMAT_VERSION}",
             "upgrade pagedweight",
         )
-    files = manifest.get("files")
-    for name, record in files.items() if isinstance(files, dict) else ():
-        if "/" not in name and isinstance(record, dict) and _small(record):
-            _check(path / name, str(record.get("sha256")))
+    read = 0
+    for file, size, sha256 in sorted(_files(path, manifest), key=lambda each: each[1]):
+        read += size
+        _check(file, size, sha256 if read <= _HASHED_BYTES else None)
+    _check_budget(manifest, config)
 
 
 def _read(path: Path) -> dict[str, Any] | None:
@@ -50,17 +63,61 @@ def _read(path: Path) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
-def _small(record: dict[str, Any]) -> bool:
-    size = record.get("bytes")
-    return isinstance(size, int) and size <= _FILE_BYTES
+def _files(path: Path, manifest: Mapping[str, Any]) -> Iterator[tuple[Path, int, str]]:
+    """Files inside the artifact that its manifest describes: with bytes and SHA-256."""
+    files = manifest.get("files")
+    for name, record in files.items() if isinstance(files, dict) else ():
+        inside = PurePosixPath(name)
+        size = record.get("bytes") if isinstance(record, dict) else None
+        if isinstance(size, int) and not inside.is_absolute() and ".." not in inside.parts:
+            yield path / inside, size, str(record.get("sha256"))
 
 
-def _check(file: Path, sha256: str) -> None:
+def _check(file: Path, size: int, sha256: str | None) -> None:
+    """Refuse a file that is not the one described; without a digest its size must do."""
     if not file.is_file():
         raise StoreError(f"artifact file is missing: `{file}`", "copy the whole folder again")
-    with file.open("rb") as stream:
-        if hashlib.file_digest(stream, "sha256").hexdigest() != sha256:
-            raise StoreError(
-                f"artifact file is damaged: `{file}`: SHA-256 differs",
-                "it is not the file that the artifact was made with: copy it again",
-            )
+    found = file.stat().st_size
+    problem = "" if found == size else f"has {found} bytes instead of {size}"
+    if not problem and sha256 is not None:
+        with file.open("rb") as stream:
+            if hashlib.file_digest(stream, "sha256").hexdigest() != sha256:
+                problem = "SHA-256 differs"
+    if problem:
+        raise StoreError(
+            f"artifact file is damaged: `{file}`: {problem}",
+            "it is not the file that the artifact was made with: copy it again",
+        )
+
+
+def _check_budget(manifest: Mapping[str, Any], config: EngineConfig) -> None:
+    """Refuse a budget below the weights at their least widths; the engine knows the whole need."""
+    budget = config.memory_budget
+    if budget is None or config.tensor_parallel_size > 1 or config.policy.kind == "dense":
+        return
+    try:
+        # In the dtype of the file, or wider, unless a narrower one is asked for.
+        dense = int(manifest["files"][_DENSE]["bytes"]) // (2 if config.dtype in _NARROW else 1)
+        stated = None if config.policy.path else config.policy.bits or config.min_bits
+        bits = max(stated or 0, int(manifest["min_bits"]))
+        experts = _expert_bytes(manifest, bits)
+    except (KeyError, TypeError, ValueError):
+        return
+    if dense + experts > budget:
+        raise BudgetError(
+            f"memory budget of {format_exactly(budget)} is too small: weights alone take "
+            f"{format_exactly(dense + experts)} (dense {format_bytes(dense)}, experts at {bits} "
+            f"bits {format_bytes(experts)})",
+            "raise --memory-budget",
+        )
+
+
+def _expert_bytes(manifest: Mapping[str, Any], bits: int) -> int:
+    """Planes and lookup tables of all experts at a width, without padding."""
+    geometry = manifest["geometry"]
+    entry = _ITEM_BYTES[manifest["lut_dtype"]]
+    of_one: int = sum(
+        int(shape["rows"]) * (int(shape["cols"]) * bits // 8 + 2**bits * entry)
+        for shape in (geometry["gate_up"], geometry["down"])
+    )
+    return len(geometry["layers"]) * int(geometry["experts"]) * of_one

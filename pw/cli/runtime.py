@@ -107,7 +107,7 @@ def serve(
     logs.configure(logs.current().level, server.log_format)
     endpoint = None if server.dry_run else _endpoint(server)
     path = model_folder(model, runtime, quiet=common.quiet)
-    check_artifact(path)
+    check_artifact(path, config)
     api.check(path)
 
     from pw.engine.process.wire import Load

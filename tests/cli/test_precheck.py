@@ -15,10 +15,12 @@ import pytest
 
 from pw import FORMAT_VERSION
 from pw.cli.precheck import check_artifact
-from pw.errors import StoreError
+from pw.config import EngineConfig, PrecisionPolicy
+from pw.errors import BudgetError, StoreError
 from pw.store.manifest_reader import load
 from support.patience import PATIENCE
 
+DENSE = 1 << 40  # bytes; a file with nothing in it
 TRY = """
 import sys
 from pw.cli import main
@@ -34,37 +36,47 @@ def artifact(tmp_path: Path) -> Path:
     """As much of one as is read before the engine starts."""
     folder = tmp_path / "a.pw"
     folder.mkdir()
-    (folder / "tokenizer.json").write_text("{}")
-    write(folder, FORMAT_VERSION)
+    make(folder, FORMAT_VERSION)
     return folder
+
+
+def make(folder: Path, version: int) -> None:
+    (folder / "tokenizer.json").write_text("{}")
+    with (folder / "dense.safetensors").open("wb") as sparse:
+        sparse.truncate(DENSE)
+    write(folder, version)
 
 
 def write(folder: Path, version: int) -> None:
     digest = hashlib.sha256((folder / "tokenizer.json").read_bytes()).hexdigest()
     files = {
         "tokenizer.json": {"bytes": 2, "sha256": digest},
-        "dense.safetensors": {"bytes": 1 << 40, "sha256": "0"},  # left to the engine
-        "planes.zarr/zarr.json": {"bytes": 10, "sha256": "0"},
+        "dense.safetensors": {"bytes": DENSE, "sha256": "0"},  # too large to be read here
     }
-    manifest = {"format_version": version, "files": files}
+    shape = {"rows": 64, "cols": 128}
+    geometry = {"layers": [0, 1], "experts": 4, "gate_up": shape, "down": shape}
+    manifest = {
+        "format_version": version, "files": files, "geometry": geometry, "min_bits": 2,
+        "lut_dtype": "bfloat16",
+    }  # fmt: skip
     (folder / "manifest.json").write_text(json.dumps(manifest))
 
 
 def test_a_whole_artifact_passes_and_so_does_what_only_the_engine_understands(
     artifact: Path,
 ) -> None:
-    check_artifact(artifact)
+    check_artifact(artifact, EngineConfig())
     for text in ("[]", "{", '{"files": 5}', '{"files": {"a": null}}', '{"format_version": "x"}'):
         (artifact / "manifest.json").write_text(text)
-        check_artifact(artifact)
+        check_artifact(artifact, EngineConfig())
     (artifact / "manifest.json").unlink()
-    check_artifact(artifact)
+    check_artifact(artifact, EngineConfig())
 
 
 def test_a_newer_format_is_told_in_the_store_s_own_words(artifact: Path) -> None:
     write(artifact, FORMAT_VERSION + 1)
     with pytest.raises(StoreError, match="newer format") as early:
-        check_artifact(artifact)
+        check_artifact(artifact, EngineConfig())
     with pytest.raises(StoreError) as late:
         load(artifact / "manifest.json")
     assert (str(early.value), early.value.hint) == (str(late.value), late.value.hint)
@@ -73,10 +85,44 @@ def test_a_newer_format_is_told_in_the_store_s_own_words(artifact: Path) -> None
 def test_another_tokenizer_and_a_missing_one(artifact: Path) -> None:
     (artifact / "tokenizer.json").write_text("[]")
     with pytest.raises(StoreError, match=r"is damaged: .*tokenizer\.json"):
-        check_artifact(artifact)
+        check_artifact(artifact, EngineConfig())
     (artifact / "tokenizer.json").unlink()
     with pytest.raises(StoreError, match=r"is missing: .*tokenizer\.json"):
-        check_artifact(artifact)
+        check_artifact(artifact, EngineConfig())
+
+
+def test_weights_that_are_cut_short_or_gone(artifact: Path) -> None:
+    os.truncate(artifact / "dense.safetensors", DENSE - 1)
+    with pytest.raises(StoreError, match=rf"has {DENSE - 1} bytes instead of {DENSE}"):
+        check_artifact(artifact, EngineConfig())
+    (artifact / "dense.safetensors").unlink()
+    with pytest.raises(StoreError, match=r"is missing: .*dense\.safetensors"):
+        check_artifact(artifact, EngineConfig())
+
+
+def test_a_file_inside_a_folder_is_compared_and_none_outside_is_opened(artifact: Path) -> None:
+    manifest = json.loads((artifact / "manifest.json").read_bytes())
+    for name in ("/etc/hostname", "../tokenizer.json"):
+        manifest["files"][name] = {"bytes": 2, "sha256": "0"}
+    (artifact / "manifest.json").write_text(json.dumps(manifest))
+    check_artifact(artifact, EngineConfig())
+    (artifact / "planes.zarr").mkdir()
+    (artifact / "planes.zarr" / "zarr.json").write_text("{}")
+    manifest["files"]["planes.zarr/zarr.json"] = {"bytes": 2, "sha256": "0"}
+    (artifact / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(StoreError, match=r"planes\.zarr/zarr\.json`: SHA-256 differs"):
+        check_artifact(artifact, EngineConfig())
+
+
+@pytest.mark.parametrize(("policy", "bits"), [("adaptive", 2), ("static:4", 4)])
+def test_a_budget_below_the_weights(artifact: Path, policy: str, bits: int) -> None:
+    block = 64 * 128 * bits // 8 + 64 * 2**bits * 2
+    least = DENSE + 2 * 4 * 2 * block
+    chosen = PrecisionPolicy.parse(policy)
+    check_artifact(artifact, EngineConfig(memory_budget=least, policy=chosen))
+    with pytest.raises(BudgetError, match=f"experts at {bits} bits") as caught:
+        check_artifact(artifact, EngineConfig(memory_budget=least - 1, policy=chosen))
+    assert caught.value.hint == "raise --memory-budget"
 
 
 @pytest.fixture
@@ -88,12 +134,10 @@ def taken() -> Iterator[str]:
 def test_mistakes_are_told_without_torch_and_without_an_engine(artifact: Path, taken: str) -> None:
     newer = artifact.with_name("newer.pw")
     newer.mkdir()
-    (newer / "tokenizer.json").write_text("{}")
-    write(newer, FORMAT_VERSION + 1)
+    make(newer, FORMAT_VERSION + 1)
     other = artifact.with_name("other.pw")
     other.mkdir()
-    (other / "tokenizer.json").write_text("{}")
-    write(other, FORMAT_VERSION)
+    make(other, FORMAT_VERSION)
     (other / "tokenizer.json").write_text('{"another": 1}')
     for code, message, arguments in (
         (2, "cannot listen on 127.0.0.1:" + taken, (str(artifact), "--port", taken)),
@@ -101,6 +145,7 @@ def test_mistakes_are_told_without_torch_and_without_an_engine(artifact: Path, t
         (2, "--chat-template is no template", (str(artifact), "--chat-template", "none.jinja")),
         (2, "--api-key-file cannot be read", (str(artifact), "--api-key-file", "none")),
         (2, "--queue-timeout must be positive", (str(artifact), "--queue-timeout", "0")),
+        (4, "memory budget of 1.00 MiB", (str(artifact), "--memory-budget", "1MiB")),
         (3, "artifact has a newer format", (str(newer),)),
         (3, "artifact file is damaged", (str(other),)),
         (3, "no such artifact", ("nowhere.pw",)),
