@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from pw.engine.sequence import Chunk
-from pw.memory.kv_cache import GroupBatch, KvCache
+from pw.memory.kv_cache import KvCache
+from pw.memory.kv_layout import GroupBatch
 from pw.memory.small_copies import to_device
 from pw_kernels.dispatch import paged_attention, write_kv
 from pw_kernels.step import rotate_store

@@ -14,7 +14,9 @@ from collections.abc import Callable
 
 from pw.config import EngineConfig
 from pw.engine.computing import Flight, StepComputer
+from pw.engine.precision.policies import FixedPrecision
 from pw.engine.sampling.sampler import Sampler
+from pw.engine.scheduler import Forecast
 from pw.engine.sequence import Chunk, Sequence
 from pw.engine.start.build import Parts
 
@@ -44,7 +46,8 @@ class Launcher:
         self._parts, self._computer, self._books = parts, computer, books
         self._give_up = give_up
         self._forecast_steps = config.planner.forecast_steps
-        self._overlaps = config.async_scheduling and parts.team is None
+        self._overlaps = config.async_scheduling
+        self._plans = not isinstance(parts.precision, FixedPrecision)
         self.step = self._turn = 0
         self._ahead: Flight | None = None  # launched before the last one was read
         self._at_safe_point = False  # of the next step
@@ -77,7 +80,9 @@ class Launcher:
         """Let bits change: nothing is launched meanwhile."""
         self._turn += 1
         self._at_safe_point = False
-        forecast = self._parts.scheduler.forecast(self._forecast_steps)
+        forecast = Forecast(0, 0)  # which nobody reads where bits are fixed
+        if self._plans:
+            forecast = self._parts.scheduler.forecast(self._forecast_steps)
         self._parts.precision.safe_point(self.step, self._turn, forecast, idle)
 
     # -- inside ----------------------------------------------------------------------------
@@ -104,14 +109,15 @@ class Launcher:
         steps, scheduler = self._parts.runner.steps, self._parts.scheduler
         if not self._overlaps or steps is None or flight.broken is not None:
             return False
-        if not all(steps.takes(chunk) for chunk in flight.chunks):
-            return False
         living = [chunk.sequence for chunk in flight.chunks if chunk.lives]
         going = [sequence for sequence in living if sequence.remaining > 1]
         if not going or len(living) < len(scheduler.running):
             return False
-        if any(Sampler.reads_tokens(sequence) for sequence in going):
-            return False
+        if not flight.chunks[0].ahead:  # or all this was so for the step before
+            if not all(steps.takes(chunk) for chunk in flight.chunks):
+                return False
+            if any(Sampler.reads_tokens(sequence) for sequence in going):
+                return False
         return scheduler.next_floor() is None and not scheduler.admits()
 
     def _meet_floor(self) -> None:

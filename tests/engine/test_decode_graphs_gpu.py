@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from pw.engine.request import SamplingParams
 from pw.models.stand_in import write_folder
 from support.device import no_waits
 from support.engines import make_artifact, open_engine, random_prompt, tight_budget
+from support.overlap import WIDTHS, launches, serve_at_changing_bits
 
 pytestmark = [
     pytest.mark.gpu,
@@ -105,8 +107,26 @@ def test_a_graph_stays_right_while_bits_change(qwen: tuple[Any, Path]) -> None:
             engine.check_integrity()
         return tokens
 
-    plain = open_engine(qwen[1], enforce_eager=True, enable_prefix_caching=False, **WHERE)
-    assert serve(captured(qwen[1], enable_prefix_caching=False)) == serve(plain)
+    settings: dict[str, Any] = {"enable_prefix_caching": False, "async_scheduling": False}
+    plain = open_engine(qwen[1], enforce_eager=True, **settings, **WHERE)
+    assert serve(captured(qwen[1], **settings)) == serve(plain)
+
+
+def test_steps_that_overlap_give_the_tokens_of_those_that_do_not(qwen: tuple[Any, Path]) -> None:
+    """Ends that nobody knows beforehand; and bits that change under steps on their way."""
+    prompts, params = requests()
+    engine, plain = (
+        captured(qwen[1], enable_prefix_caching=False, async_scheduling=overlap)
+        for overlap in (True, False)
+    )
+    log = launches(engine)
+    ends = [done.token_ids[len(done.token_ids) // 2] for done in plain.generate(prompts, params)]
+    stops = [replace(its, stop_token_ids=(end,)) for its, end in zip(params, ends, strict=True)]
+    assert_same(engine.generate(prompts, stops), plain.generate(prompts, stops))
+    assert log.count("ahead") > 3
+    found = serve_at_changing_bits(engine, prompts, params)
+    assert found[0] == serve_at_changing_bits(plain, prompts, params)[0]
+    assert set(found[1]) == set(WIDTHS)
 
 
 def test_preemption_and_found_prefixes_change_nothing_on_the_gpu(qwen: tuple[Any, Path]) -> None:

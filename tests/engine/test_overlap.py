@@ -22,6 +22,7 @@ from pw.engine.graphs.capture import eager
 from pw.engine.graphs.decode import DecodeSteps
 from pw.engine.request import Grammar, RequestOutput, SamplingParams
 from support.engines import open_engine, random_prompt, tight_budget
+from support.overlap import launches, serve_at_changing_bits
 
 LENGTHS = (45, 1, 17, 30, 2, 40, 9)
 
@@ -32,24 +33,6 @@ def opened(artifact: Path, policy: str = "static:4", **settings: Any) -> Engine:
     runner = engine._parts.runner
     runner.steps = DecodeSteps(runner._skeleton, runner._experts, engine._parts.kv, 8, eager)
     return engine
-
-
-def launches(engine: Engine) -> list[str]:
-    """Fills, as the engine steps, with `plain`, `ahead` and `read`."""
-    computer, log = engine._computer, list[str]()
-    launch, read = computer.launch, computer.read
-
-    def watched_launch(chunks: Any, tag: Any, after: Flight | None = None) -> Flight:
-        log.append("plain" if after is None else "ahead")
-        return launch(chunks, tag, after)
-
-    def watched_read(flight: Flight) -> Any:
-        log.append("read")
-        return read(flight)
-
-    computer.launch = watched_launch  # type: ignore[method-assign]
-    computer.read = watched_read  # type: ignore[method-assign]
-    return log
 
 
 def requests(count: int = 7, **settings: Any) -> tuple[list[list[int]], list[SamplingParams]]:
@@ -182,32 +165,12 @@ def test_bits_that_change_at_safe_points(qwen: tuple[Any, Path]) -> None:
     """By the number of the step, every step: bits of a step are those it was launched with."""
     prompts, params = requests(5)
 
-    def serve(engine: Engine) -> tuple[list[list[int]], list[float]]:
-        precision: Any = engine._parts.precision
-        safe_point, bits = precision.safe_point, list[float]()
-
-        def changing(step: int, *rest: Any) -> None:
-            precision.hold((6, 2, 4, 3)[step % 4])
-            safe_point(step, *rest)
-            while engine._parts.table.in_transfer:  # type: ignore[union-attr]
-                safe_point(step, *rest)
-
-        precision.safe_point = changing
-        for number, (prompt, its) in enumerate(zip(prompts, params, strict=True)):
-            engine.add_request(f"r{number}", prompt, its)
-        tokens: list[list[int]] = [[] for _ in prompts]
-        while engine.has_work():
-            for output in engine.step():
-                tokens[int(output.request_id[1:])] += output.token_ids
-                bits.append(output.mean_bits)
-            engine.check_integrity()
-        return tokens, bits
-
     settings: dict[str, Any] = {"policy": "adaptive", "enable_prefix_caching": False}
     engine = opened(qwen[1], **settings)
     log = launches(engine)
-    found = serve(engine)
-    assert found == serve(opened(qwen[1], async_scheduling=False, **settings))
+    found = serve_at_changing_bits(engine, prompts, params)
+    plain = opened(qwen[1], async_scheduling=False, **settings)
+    assert found == serve_at_changing_bits(plain, prompts, params)
     assert set(found[1]) == {2.0, 3.0, 4.0, 6.0}
     assert log.count("ahead") > 8
 
