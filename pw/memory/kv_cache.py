@@ -17,10 +17,10 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from pw.memory.arena import Arena
 from pw.memory.kv_layout import (
+    GroupBatch,
     GroupShape,
     LayerPages,
     first_unit,
@@ -65,17 +65,10 @@ class KvSequence:
     owner: int
     blocks: list[int]  # end of the blocks held, per group
     first: list[int]  # units that a window has left behind, per group
+    room: int = 0  # tokens that the blocks held have place for, in every group
     units: list[PrefixEntry | None] = field(default_factory=list)  # full ones; None = its own
     tag: PrecisionTag | None = None  # widths at which its KV was computed
     note: object = None  # goes into the entries of its units
-
-
-@dataclass(frozen=True)
-class GroupBatch:
-    """Where the tokens of a batch go and which pages they may read, for the layers of a group."""
-
-    block_tables: Tensor  # [layers, B, M] int32
-    slots: Tensor  # [layers, T] int64, page * tok + offset
 
 
 class KvCache:
@@ -119,6 +112,7 @@ class KvCache:
         self.opened = np.zeros(max_sequences, dtype=np.int64)
         self.shapes = group_shapes(geometry, dtype, arena.page_bytes)
         self.unit = unit_tokens(self.shapes)
+        self._page_tokens = [shape.tokens_per_page for shape in self.shapes]
         for shape in self.shapes:
             table = np.full(
                 (max_sequences, len(shape.layers), shape.blocks(max_tokens)), -1, dtype=np.int32
@@ -145,6 +139,8 @@ class KvCache:
 
     def pages_to_grow(self, sequence: KvSequence, tokens: int) -> int:
         """Pages that a sequence still needs to hold `tokens` tokens."""
+        if tokens <= sequence.room:
+            return 0
         return sum(
             len(group.shape.layers) * max(0, group.shape.blocks(tokens) - held)
             for group, held in zip(self._groups, sequence.blocks, strict=True)
@@ -154,10 +150,12 @@ class KvCache:
         """Pages that a sequence will hold at most on its way to `tokens` tokens, beyond its own."""
         pages = 0
         for number, group in enumerate(self._groups):
-            held = sequence.blocks[number] - sequence.first[number] * group.unit_blocks
-            growth = group.shape.blocks(tokens) - sequence.blocks[number]
-            peak = peak_blocks(group.shape, tokens, self._chunk, self.unit)
-            pages += len(group.shape.layers) * max(0, min(growth, peak - held))
+            growth = max(0, group.shape.blocks(tokens) - sequence.blocks[number])
+            if growth and group.shape.window is not None:
+                held = sequence.blocks[number] - sequence.first[number] * group.unit_blocks
+                peak = peak_blocks(group.shape, tokens, self._chunk, self.unit)
+                growth = max(0, min(growth, peak - held))
+            pages += len(group.shape.layers) * growth
         return pages
 
     def pages_of(self, sequence: KvSequence) -> list[int]:
@@ -197,6 +195,7 @@ class KvCache:
         sequence.tag, sequence.note = match.entries[-1].tag, match.entries[-1].note
         sequence.first = list(match.first)
         sequence.blocks = [count * group.unit_blocks for group in self._groups]
+        sequence.room = count * self.unit
         for number, group in enumerate(self._groups):
             for unit in range(match.first[number], count):
                 part = match.entries[unit].parts[number]
@@ -229,6 +228,7 @@ class KvCache:
             group.table[sequence.row, :, held:wanted] = chunk.reshape(layers, -1)
             sequence.blocks[number] = wanted
             taken += size
+        sequence.room = min(map(int.__mul__, sequence.blocks, self._page_tokens), default=tokens)
 
     def slide(self, sequence: KvSequence, computed: int) -> None:
         """Let go of units that no token from position `computed` on can see."""
@@ -305,7 +305,8 @@ class KvCache:
         """
         if self.prefix is None:
             return
-        sequence.tag = tag if sequence.tag is None else sequence.tag.merged(tag)
+        if sequence.tag != tag:
+            sequence.tag = tag if sequence.tag is None else sequence.tag.merged(tag)
         for unit in range(len(sequence.units), computed // self.unit):
             parts = [
                 None if first > unit else self._unit_pages(sequence, number, unit)

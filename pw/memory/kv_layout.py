@@ -91,6 +91,14 @@ def peak_pages(groups: Sequence[GroupShape], tokens: int, chunk: int) -> int:
 
 
 @dataclass(frozen=True)
+class GroupBatch:
+    """Where the tokens of a batch go and which pages they may read, for the layers of a group."""
+
+    block_tables: Tensor  # [layers, B, M] int32
+    slots: Tensor  # [layers, T] int64, page * tok + offset
+
+
+@dataclass(frozen=True)
 class LayerPages:
     """Views of the whole arena as KV pages of one layer, addressed by page id."""
 
