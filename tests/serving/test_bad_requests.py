@@ -175,13 +175,30 @@ def test_conversation_is_bounded(served):
 
 
 def test_a_text_that_must_be_too_long_is_not_even_encoded(served):
-    served.context.encoder._longest_token, before = 2, served.context.encoder._longest_token
-    body = {"prompt": ["1", "x" * 8193]}
+    served.context.encoder._longest_token, before = 4, served.context.encoder._longest_token
+    body = {"prompt": ["1", "x" * 16385]}
     message = check_error(
         served.http.post(COMPLETIONS, json=body), 400, "context_length_exceeded", "prompt"
     )
     served.context.encoder._longest_token = before
-    assert all(number in message for number in ("4096", "8193"))
+    assert all(number in message for number in ("4096", "16385", "4097"))
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_a_text_of_megabytes_is_not_encoded_whole(served, monkeypatch, path):
+    encoded = []
+
+    def encode(text, *, add_special_tokens=True):
+        encoded.append(len(text))
+        return [1] * (len(text) // 2)
+
+    monkeypatch.setattr(served.context.encoder._tokenizer, "encode", encode)
+    text = "1 " * 1_000_000
+    messages = [{"role": "user", "content": [{"type": "text", "text": text}]}]
+    body = {"prompt": text} if path == COMPLETIONS else {"messages": messages}
+    param = "prompt" if path == COMPLETIONS else "messages"
+    check_error(served.http.post(path, json=body), 400, "context_length_exceeded", param)
+    assert encoded == [16384] * 2
 
 
 def test_a_strict_server_names_the_unknown_field(start):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,8 @@ from typing import Any
 import openai
 import pytest
 
-from pw.engine import AsyncEngine
+from pw.engine import AsyncEngine, Engine
+from pw.engine.request import RequestOutput
 from pw.errors import EngineLostError
 from support.engines import make_artifact, open_engine, random_prompt, tight_budget
 from tests.serving.conftest import wait_for
@@ -90,7 +92,23 @@ def test_bad_input_is_a_400_and_the_engine_lives_on(served: Any) -> None:
     assert ask(served.openai, "still here").choices[0].finish_reason == "length"
 
 
+def says_one_thing(engine: Engine) -> None:
+    """From its next output on the engine makes no steps: who streams waits for more."""
+    step, said = engine.step, threading.Event()
+
+    def once() -> list[RequestOutput]:
+        if said.wait(0.001):
+            return []
+        outputs = step()
+        if outputs:
+            said.set()
+        return outputs
+
+    engine.step = once  # type: ignore[method-assign]
+
+
 def test_a_client_that_leaves_gives_its_pages_back(served: Any) -> None:
+    says_one_thing(served.engine.engine)
     with ask(served.openai, "a long one", max_tokens=120, stream=True) as stream:
         next(iter(stream))
 
@@ -106,6 +124,7 @@ def test_an_engine_that_fails_ends_its_streams_and_says_so(
     artifact: Path, start: Callable[..., Any]
 ) -> None:
     engine = open_engine(artifact, "static:3")
+    says_one_thing(engine)
     with start(AsyncEngine(engine), engine.tokenizer) as running:
         stream = ask(running.openai, "hello", max_tokens=150, stream=True)
         next(iter(stream))

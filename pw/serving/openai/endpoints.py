@@ -80,7 +80,12 @@ def generation_router(context: ServingContext) -> APIRouter:
             id_prefix="chatcmpl",
             prompts=1,
             params=params,
-            encode=partial(context.encoder.chat, messages, options),
+            encode=partial(
+                context.encoder.chat,
+                messages,
+                options,
+                max_tokens=context.engine.status().max_model_len,
+            ),
             writer=partial(
                 ChatWriter,
                 logprobs=body.logprobs,

@@ -14,6 +14,8 @@ from pw.serving.process.engine_protocol import TokenizerProtocol
 
 T = TypeVar("T")
 
+_CHARACTERS = 4  # to a token; a text that has no more of them than fit is encoded at once
+
 
 @dataclass(frozen=True)
 class EncodedPrompt:
@@ -56,7 +58,8 @@ class PromptEncoder:
 
         def encode_all() -> list[EncodedPrompt]:
             for prompt in split_prompts(prompts):
-                self._check_length(prompt, max_tokens)
+                if isinstance(prompt, str):
+                    self._check_length(prompt, max_tokens, "prompt")
             return [
                 self._encode_one(prompt, add_special_tokens, with_text)
                 for prompt in split_prompts(prompts)
@@ -65,15 +68,27 @@ class PromptEncoder:
         return await self._call(encode_all)
 
     async def chat(
-        self, messages: list[dict[str, Any]], options: dict[str, Any]
+        self,
+        messages: list[dict[str, Any]],
+        options: dict[str, Any],
+        max_tokens: int | None = None,
     ) -> list[EncodedPrompt]:
         """Render a conversation and encode it.
+
+        Args:
+            messages: As the template takes them.
+            options: Of the template.
+            max_tokens: Messages that must have more than these are refused before they are
+                encoded; None: none are.
 
         Raises:
             RequestError: With the template's own sentence.
         """
 
         def encode_all() -> list[EncodedPrompt]:
+            if max_tokens is not None:
+                said = "".join(message["content"] for message in messages)
+                self._check_length(said, max_tokens, "messages")
             token_ids = self._tokenizer.encode_chat(messages, **options)
             if not token_ids:
                 raise RequestError("conversation renders to an empty prompt", param="messages")
@@ -101,15 +116,28 @@ class PromptEncoder:
     async def _call(self, function: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, function)
 
-    def _check_length(self, prompt: str | list[int], max_tokens: int) -> None:
-        """Encoding megabytes would keep all other prompts waiting."""
-        if isinstance(prompt, str) and len(prompt) > max_tokens * self._longest_token:
-            raise RequestError(
-                f"this model's maximum context length is {max_tokens} tokens, but the prompt has "
-                f"{len(prompt)} characters, more than so many tokens can hold",
-                code="context_length_exceeded",
-                param="prompt",
-            )
+    def _check_length(self, text: str, max_tokens: int, param: str) -> None:
+        """Refuse a text that cannot fit.
+
+        Encoding megabytes would take a multiple of them, for ever, as allocators go, and keep all
+        other prompts waiting. So a long text is first counted piece by piece, as far as needed: a
+        piece begins and ends anywhere, which costs tokens, but never as many again.
+        """
+        piece = max_tokens * _CHARACTERS
+        if len(text) <= piece:
+            return
+        counted = 0
+        for at in range(0, len(text), piece):
+            least = max(counted // 2, -(-len(text) // self._longest_token))
+            if least > max_tokens:
+                raise RequestError(
+                    f"this model's maximum context length is {max_tokens} tokens, but the "
+                    f"{len(text)} characters of the prompt are at least {least}",
+                    code="context_length_exceeded",
+                    param=param,
+                )
+            part = text[at : at + piece]
+            counted += len(self._tokenizer.encode(part, add_special_tokens=False))
 
     def _encode_one(
         self, prompt: str | list[int], add_special_tokens: bool, with_text: bool
