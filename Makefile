@@ -42,7 +42,7 @@ reliability: $(STAMP)  ## The counts of docs/reliability.md: minutes each
 MINUTES ?= 20
 soak: $(STAMP)  ## 64 users with disconnects and nonsense, overload, resets: make soak MINUTES=20
 	mkdir -p artifacts
-	PYTHONPATH=tests $(BIN)/python -m tests.soak --minutes $(MINUTES) --output artifacts/soak.json
+	PYTHONPATH=tests $(BIN)/python -m tests.soak --minutes $(strip $(MINUTES)) --output artifacts/soak.json
 
 RUNS ?= 100000
 URL  ?=  # of a server that schemathesis may try, too

@@ -36,6 +36,7 @@ SERVE = [
     "--quiet",
 ]  # fmt: skip
 RSS_GROWTH = 0.01  # of what was there at rest after the warm-up
+PARTS = ("soak", "overload", "storm")
 KEPT_CONNECTIONS = httpx.Limits(max_connections=None, max_keepalive_connections=512)
 
 
@@ -48,6 +49,7 @@ async def soak(client: httpx.AsyncClient, minutes: float, warm_up: float) -> dic
         warm_up: Seconds of the same load before anything is compared.
     """
     processes = Processes.of_this_child()
+    start = processes.rss()
     await Users(client, Mix(seed=1), VOCABULARY).run(warm_up)
     before = await rest(client, processes)
     watch, began = Watch(client, processes), time.monotonic()
@@ -63,6 +65,7 @@ async def soak(client: httpx.AsyncClient, minutes: float, warm_up: float) -> dic
         "examples": outcomes.examples,
         "slowest_answer_s": round(outcomes.slowest, 2),
         "seen": watch.figures(),
+        "rss_mib_at_the_start": [round(size / 2**20, 1) for size in start],
         "rss_mib_each_minute": watch.rss_mib,
         **_differences(before, after),
     }
@@ -136,9 +139,14 @@ def main() -> int:
     print(text)
     if arguments.output:
         arguments.output.write_text(text + "\n", encoding="utf-8")
-    parts = (figures[name] for name in ("soak", "overload", "storm") if name in figures)
-    broken = [promise for part in parts for promise in part["not_kept"]]
-    return 1 if broken or figures["tracebacks"] else 0
+    broken = [
+        f"{name}: {promise}"
+        for name in PARTS
+        for promise in figures.get(name, {}).get("not_kept", ())
+    ]
+    broken += [f"{figures['tracebacks']} tracebacks in the log"] if figures["tracebacks"] else []
+    print("\n".join(f"NOT KEPT  {promise}" for promise in broken) or "PASS  all promises kept")
+    return 1 if broken else 0
 
 
 if __name__ == "__main__":

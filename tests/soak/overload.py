@@ -31,16 +31,20 @@ async def overload(
         concurrency: Requests at a time of the closed loop that measures the peak.
         seconds: Of the flood; the peak is measured for a third of it.
     """
-    watch = Watch(client, Processes.of_this_child())
+    processes = Processes.of_this_child()
+    watch = Watch(client, processes)
 
     async def load(*arguments: str | float) -> Rate:
         return await _load(str(client.base_url), vocabulary, arguments)
 
     await load("--peak", concurrency, seconds / 20)
+    began = processes.cpu()
     peak = await load("--peak", concurrency, seconds / 3)
+    between = processes.cpu()
     per_second = peak.answered / peak.seconds
     watching = asyncio.create_task(watch.run())
     flood = await load("--flood", TIMES_THE_PEAK * per_second, seconds, seconds / 6)
+    cores = [between.cores_since(began), processes.cpu().cores_since(between)]
     watch.stop()
     await watching
     recovery = await _recovery(client)
@@ -50,6 +54,10 @@ async def overload(
         "peak_per_s": round(per_second, 2),
         "sent_per_s": round(TIMES_THE_PEAK * per_second, 2),
         "goodput_of_peak": round(goodput, 3),
+        "goodput_of_peak_for_the_engine_s_cpu": round(
+            goodput * cores[0]["engine"] / cores[1]["engine"], 3
+        ),
+        "cores": {"peak": cores[0], "flood": cores[1]},
         "rejected": len(flood.rejected),
         "reject_ms": rejects,
         "connect_ms": _milliseconds(flood.connected),

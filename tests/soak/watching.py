@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 import httpx
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
+TICKS = os.sysconf("SC_CLK_TCK")
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,36 @@ class Processes:
         """Resident bytes of server and engine."""
         return _rss(self.server), _rss(self.engine)
 
+    def cpu(self) -> CpuTimes:
+        """What they, and processes that have ended, and the whole machine have used so far."""
+        ended = resource.getrusage(resource.RUSAGE_CHILDREN)
+        fields = [int(field) for field in Path("/proc/stat").read_text().split()[1:9]]
+        return CpuTimes(
+            server=_cpu(self.server),
+            engine=_cpu(self.engine),
+            load=ended.ru_utime + ended.ru_stime,
+            machine=(sum(fields) - fields[3] - fields[4]) / TICKS,  # neither idle nor waiting
+            at=time.monotonic(),
+        )
+
+
+@dataclass(frozen=True)
+class CpuTimes:
+    """CPU seconds up to a moment."""
+
+    server: float
+    engine: float
+    load: float
+    machine: float
+    at: float
+
+    def cores_since(self, before: CpuTimes) -> dict[str, float]:
+        """Cores that each took on average, and those that went to others."""
+        spent = {name: value - getattr(before, name) for name, value in vars(self).items()}
+        seconds, machine = spent.pop("at"), spent.pop("machine")
+        spent["others"] = max(0.0, machine - sum(spent.values()))
+        return {name: round(value / seconds, 2) for name, value in spent.items()}
+
 
 def _children(pid: int) -> list[int]:
     threads = Path(f"/proc/{pid}/task").iterdir()
@@ -42,6 +74,11 @@ def _children(pid: int) -> list[int]:
 
 def _command(pid: int) -> str:
     return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
+
+
+def _cpu(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / TICKS
 
 
 def _rss(pid: int) -> int:
