@@ -104,8 +104,8 @@ def weighted_error(rows: Tensor, weights: Tensor, approximation: Tensor) -> Tens
 
 
 def _rows_per_chunk(rows: Tensor) -> int:
-    """Rows fitted at once: temporaries stay in cache on a CPU and below 4 GB on a GPU."""
-    elements = 1 << 18 if rows.device.type == "cpu" else 1 << 25
+    """Rows fitted at once: temporaries stay in cache on a CPU and below 8 GB on a GPU."""
+    elements = 1 << 18 if rows.device.type == "cpu" else 1 << 26
     return max(1, elements // max(1, rows.shape[1]))
 
 

@@ -106,6 +106,8 @@ class BlockFitter:
                 None if hessians is None else hessians[some].to(self.device),
                 None if focus is None else focus[some],
             )
+            if group >= geometry.experts:
+                return part.cpu(), {b: table.cpu() for b, table in tables.items()}
             if first == 0:  # the whole at once: parts and their sum would be twice as much
                 planes = _room(part, geometry.experts)
                 luts = {b: _room(table, geometry.experts) for b, table in tables.items()}

@@ -25,6 +25,7 @@ from pw.models.checkpoint import Checkpoint
 from pw.models.dense import ExpertObserver
 from pw.models.layered import LayeredModel, SharedKv
 from pw_pipelines.activations import Activations, needs_file
+from pw_pipelines.gpu_memory import free_bytes
 from pw_pipelines.precision import tensor_cores
 from pw_pipelines.progress import Advance
 from pw_pipelines.ranks import Ranks
@@ -35,8 +36,9 @@ AfterLayer = Callable[[int], None]  # told that observers have seen all of a lay
 
 CPU = torch.device("cpu")
 
-_TOKENS_PER_BATCH = {"cpu": 1 << 11, "cuda": 1 << 14}  # a GPU wants few and large products
-_LOGITS_AT_ONCE = 1 << 24
+# A GPU wants few and large products: starting them takes longer than computing small ones.
+_TOKENS_PER_BATCH = {"cpu": 1 << 11, "cuda": 1 << 15}
+_LOGITS_AT_ONCE = {"cpu": 1 << 24, "cuda": 1 << 28}
 _CACHE_BYTES = 1 << 28  # a model of this size is read from disk once
 _CACHE_SHARE = 0.3  # of a GPU's free memory, for the same
 
@@ -279,7 +281,7 @@ class ObservedModel:
 
     def _positions(self, ids: Tensor, count: int) -> Iterator[Tensor]:
         """The first `count` positions, so many at a time that their logits are no burden."""
-        size = max(1, _LOGITS_AT_ONCE // (ids.shape[0] * self._model.vocabulary))
+        size = max(1, _LOGITS_AT_ONCE[self.device.type] // (ids.shape[0] * self._model.vocabulary))
         yield from torch.split(torch.arange(count, device=self.device), size)
 
     @contextmanager
@@ -318,7 +320,7 @@ def _cache_bytes(device: torch.device) -> int:
     """For layers that are kept: reading them again takes as long as computing on a GPU."""
     if device.type != "cuda":
         return _CACHE_BYTES
-    return int(_CACHE_SHARE * torch.cuda.mem_get_info(device)[0])
+    return int(_CACHE_SHARE * free_bytes(device))
 
 
 class _Steps:

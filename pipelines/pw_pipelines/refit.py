@@ -33,6 +33,7 @@ from torch import Tensor
 from pw_kernels.descents import descend
 from pw_kernels.places import Places, places_of
 from pw_pipelines.codebook import Codebook
+from pw_pipelines.gpu_memory import free_bytes
 from pw_pipelines.precision import tensor_cores
 
 IMPORTANCE: Mapping[int, float] = {2: 1.0, 3: 1.0, 4: 1.0, 5: 0.5, 6: 0.3, 7: 0.1, 8: 0.1}
@@ -141,7 +142,7 @@ def _at_once(device: torch.device) -> int:
     least = 1 << 21
     if device.type == "cpu":
         return least
-    free = torch.cuda.mem_get_info(device)[0]
+    free = free_bytes(device)
     return int(min(max(free // 4 // _BYTES, least), 1 << 27))
 
 

@@ -27,7 +27,7 @@ import torch
 from pw.config import CalibrationConfig, QuantizeConfig
 from pw_pipelines import quantize, residuals, sensitivity, trace
 from pw_pipelines.progress import Progress, Style
-from pw_pipelines.synthetic import fewer_layers, write
+from pw_pipelines.synthetic import fewer_layers, write, write_text
 
 _SECONDS_BETWEEN_LOOKS = 0.02
 
@@ -137,7 +137,8 @@ def _run_once(settings: dict[str, Any], layers: int, given: argparse.Namespace) 
 
 def _child(given: argparse.Namespace) -> None:
     out = given.run / "model.pw"
-    text = CalibrationConfig(nsamples=given.nsamples, seqlen=given.seqlen)
+    write_text(given.run / "text.jsonl", given.nsamples, given.seqlen)
+    text = CalibrationConfig(str(given.run / "text.jsonl"), given.nsamples, given.seqlen)
     config = QuantizeConfig(max_bits=given.max_bits, calibration=text, codebook=given.codebook)
     costs = measure(given.run / "model", out, config, given.device)
     size = sum(file.stat().st_size for file in out.rglob("*") if file.is_file())

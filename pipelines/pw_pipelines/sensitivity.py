@@ -30,6 +30,7 @@ from pw.models.tokenizer import load_tokenizer
 from pw.store.artifact import Artifact
 from pw_pipelines.agreement import Agreement, measure_agreement
 from pw_pipelines.calibration import calibration_set
+from pw_pipelines.gpu_memory import free_bytes
 from pw_pipelines.moments import THIN_TOKENS, Moments
 from pw_pipelines.observation import CPU, ObservedModel, adding_up, part_of
 from pw_pipelines.progress import Progress
@@ -40,8 +41,9 @@ from pw_pipelines.source import source_checkpoint
 STAGE = "sensitivity"
 METRICS = ("output_gradient", "hessian")
 
-# Of decoded errors of a layer kept between batches: on a GPU all of a large model's.
-_CACHE_BYTES = {"cpu": 1 << 28, "cuda": 1 << 34}
+# Of decoded errors of a layer kept between batches: on a large GPU all of them.
+_CACHE_BYTES = 1 << 28
+_CACHE_SHARE = 0.3  # of a GPU's free memory, for the same
 
 
 @dataclass(frozen=True)
@@ -129,7 +131,7 @@ class BlockErrors:
             self._kept.clear()
         errors = self._blocks.errors(key, weight)
         if fresh:
-            self._room = _CACHE_BYTES[errors.device.type]
+            self._room = _cache_bytes(errors.device)
         if key not in self._energies:
             self._energies[key] = errors.double().square().sum(1).float().cpu()
         if errors.nbytes <= self._room:
@@ -148,6 +150,12 @@ class BlockErrors:
         shape = (len(geometry.layers), geometry.experts)
         stacked = {m: torch.stack(parts).numpy() for m, parts in found.items()}
         return {m: array.reshape(*shape, *array.shape[1:]) for m, array in stacked.items()}
+
+
+def _cache_bytes(device: torch.device) -> int:
+    if device.type == "cpu":
+        return _CACHE_BYTES
+    return int(_CACHE_SHARE * free_bytes(device))
 
 
 def output_gradient_sums(errors: Tensor, inputs: Tensor, gradients: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
 import shutil
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,15 @@ def write(settings: dict[str, Any], out: Path, *, seed: int = 0, device: str = "
         writer.write(original_names(model, made))
     writer.write_index()
     return writer.bytes
+
+
+def write_text(path: Path, samples: int, length: int) -> None:
+    """Write a .jsonl of random words, enough for so many samples of `length` tokens each."""
+    letters, draw = "abcdefghijklmnopqrstuvwxyz", random.Random(0)
+    with path.open("w") as stream:
+        for _ in range(samples):  # a document each; a word takes a token or more
+            words = ("".join(draw.choices(letters, k=3)) for _ in range(length))
+            stream.write(json.dumps({"text": " ".join(words)}) + "\n")
 
 
 def fewer_layers(settings: dict[str, Any], layers: int) -> dict[str, Any]:
