@@ -58,11 +58,15 @@ fuzz: pyproject.toml constraints.txt  ## Coverage-guided on files; with URL=, sc
 test-gpu: $(STAMP)  ## The tests that need a GPU
 	$(BIN)/python -m pytest -q -m gpu
 
+AIPERF ?= 0.13.0
 test-clients: pyproject.toml constraints.txt  ## Other people's clients against the server
 	test -x $(VENV)-clients/bin/python || $(PYTHON) -m venv $(VENV)-clients
 	$(VENV)-clients/bin/python -m pip install --quiet --disable-pip-version-check \
 		-c constraints.txt -e '.[dev,clients]'
-	$(VENV)-clients/bin/python -m pytest -q -m clients tests/clients
+	test -x $(VENV)-aiperf/bin/python || $(PYTHON) -m venv $(VENV)-aiperf
+	$(VENV)-aiperf/bin/python -m pip install --quiet --disable-pip-version-check aiperf==$(AIPERF)
+	PATH="$(abspath $(VENV)-aiperf/bin):$$PATH" $(VENV)-clients/bin/python -m pytest -q -m clients \
+		tests/clients
 
 test-ray: pyproject.toml constraints.txt  ## Replicas on a local Ray cluster, some of them killed
 	test -x $(VENV)-ray/bin/python || $(PYTHON) -m venv $(VENV)-ray
