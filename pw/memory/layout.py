@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 
 from pw.blocks import BlockShape
 from pw.memory.arena import pages_for
@@ -51,17 +52,17 @@ class BlockLayout:
     base_bits: int  # r: LUTs up to this width are always resident
     page_bytes: int
 
-    @property
+    @cached_property
     def plane_bytes(self) -> int:
         """Bytes of one plane, padding to tiles included."""
         return plane_bytes(self.shape.rows, self.shape.cols)
 
-    @property
+    @cached_property
     def plane_pages(self) -> int:
         """PP: pages of one plane."""
         return pages_for(self.plane_bytes, self.page_bytes)
 
-    @property
+    @cached_property
     def base_pages(self) -> int:
         """Pages of the base region."""
         end = self.lut_offset(self.base_bits) + lut_bytes(self.shape.rows, self.base_bits)
@@ -77,7 +78,7 @@ class BlockLayout:
             return 0
         return pages_for(lut_bytes(self.shape.rows, bits), self.page_bytes)
 
-    @property
+    @cached_property
     def max_lut_pages(self) -> int:
         """LP: pages of the widest LUT region, base included."""
         return max(self.base_pages, self.lut_pages(self.max_bits))

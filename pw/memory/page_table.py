@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -191,9 +192,16 @@ class WeightPageTable:
         """Mean committed bits of a routed weight."""
         return float((self.committed * self._weights).sum() / self._weights.sum())
 
-    def mean_bits_desired(self) -> float:
-        """What `mean_bits` will be when every raise under way has landed."""
-        return float((self.desired * self._weights).sum() / self._weights.sum())
+    def mean_bits_desired(self, later: Iterable[tuple[int, int]] = ()) -> float:
+        """What `mean_bits` will be when every raise under way has landed.
+
+        Args:
+            later: Blocks that will be raised besides, and their widths then.
+        """
+        desired = self.desired.copy()
+        for index, bits in later:
+            desired[index] = bits
+        return float((desired * self._weights).sum() / self._weights.sum())
 
     def tag(self) -> PrecisionTag:
         """What KV is marked with that is computed at these widths."""

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from pw.engine import Engine
+from pw.engine.precision.adaptive import STARTS
 from pw.engine.request import EngineStatus, SamplingParams
 from pw.errors import BudgetError, ConfigError, RequestError, StoreError
 from support.engines import open_engine, random_prompt, tight_budget
@@ -322,3 +323,28 @@ def test_a_damaged_file_is_named_at_the_start(
     (copy / name).write_bytes(data)
     with pytest.raises(StoreError, match=rf"artifact is damaged: {name}"):
         open_engine(copy, "static:3")
+
+
+@pytest.mark.parametrize("idle", [False, True])
+def test_a_step_waits_for_few_raises_of_a_large_plan(qwen: tuple[Any, Path], idle: bool) -> None:
+    engine = open_engine(qwen[1])
+    table: Any = engine._parts.table
+    begin, begun = table.begin_raise, list[int]()
+
+    def counted(index: int, to_bits: int) -> Any:
+        begun[-1] += 1
+        return begin(index, to_bits)
+
+    table.begin_raise = counted
+    if not idle:
+        engine.add_request("r", [5, 6, 7], SamplingParams(max_tokens=200, ignore_eos=True))
+    engine.set_policy("static:2")
+    engine.set_policy("adaptive")
+    turn: Any = engine.idle_turn if idle else engine.step
+    while engine.status().mean_bits < 6:
+        begun.append(0)
+        turn()
+        engine.check_integrity()
+    assert max(begun) == (table.geometry.blocks if idle else STARTS)
+    (planned,) = [p for p in engine.status().plan_history if p["moves"] == table.geometry.blocks]
+    assert planned["mean_bits"] == 6

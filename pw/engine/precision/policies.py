@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from types import MappingProxyType
@@ -263,7 +263,15 @@ class PrecisionBase:
         self.plan_seconds += time.perf_counter() - begin
         self.plan_runs += 1
 
-    def _note_plan(self, reason: str, moves: tuple[Move, ...], pages: int, wanted: int) -> None:
+    def _note_plan(
+        self,
+        reason: str,
+        moves: tuple[Move, ...],
+        pages: int,
+        wanted: int,
+        later: Iterable[Move] = (),  # of the moves, those not begun
+    ) -> None:
+        to_come = [(move.block, move.to_bits) for move in later]
         self.plans += 1
         self.plans_by_trigger[reason] += 1
         record: dict[str, object] = {
@@ -273,7 +281,7 @@ class PrecisionBase:
             "pages_wanted": wanted,
             "pages": pages,
             "damage": sum(move.damage for move in moves),
-            "mean_bits": self._table.mean_bits_desired(),  # what the plan leads to
+            "mean_bits": self._table.mean_bits_desired(to_come),  # what the plan leads to
             "pages_free": self._pool.free_count,
         }
         self._history.append(record)
