@@ -17,29 +17,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pw_kernels import cuda_prompt, nvrtc
+from pw_kernels import cuda_prefill, nvrtc
 from pw_kernels.bitplane import MAX_BITS, TILE_BYTES, TILE_ROWS
-from pw_kernels.cuda_prompt import PromptPlan
 from pw_kernels.cuda_routing import KINDS, Arguments, combine, kernel, route, shape_constants
 from pw_kernels.pages import WeightPages
 
-PROMPT_SLOTS = 24  # of each expert, on average: from here blocks are decoded for up to 64 tokens
-LONG_PROMPT_SLOTS = 64  # and from here for up to 128
+PROMPT_SLOTS = 200  # of each expert, on average: from here blocks are expanded once for all of them
 MOST_EXPERTS = 1024  # one thread of `route` each
 _MMA_TOKENS = 8
 _LANES = 32
-_ROOMY = 227 << 10  # bytes of shared memory for a block, as data centre GPUs have
-_TIGHT = 160 << 10
-_COSTS = (
-    0,
-    10,
-    11,
-    18,
-    19,
-    22,
-    27,
-    33,
-)  # of an item by width, 1 bit first: its time in a full step
+_ROOMY = 160 << 10  # bytes of shared memory for a block, as data centre GPUs have
 
 
 @dataclass(frozen=True)
@@ -50,14 +37,17 @@ class Tuning:
         split: Warps that share the columns of a row tile; a block has twice as many.
         blocks: Blocks wanted on a multiprocessor; bounds the registers of a thread.
         stages: Tiles that a warp has in flight, where tables are in registers.
-        resident: Bytes of shared memory for tables, where they are there, up to 64 KiB: a block
-            takes as many row tiles at once as fit, and the rest in turn.
+        items: Pairs of row tiles that a block takes, where tables are in shared memory.
+        resident: Bytes of shared memory for tables, there: a block takes as many row tiles at once
+            as fit, and the rest in turn.
     """
 
     split: int
     blocks: int
     stages: int = 2
+    items: int = 1
     resident: int = 64 << 10
+    pingpong: bool = False
 
 
 @dataclass(frozen=True)
@@ -108,18 +98,15 @@ def fits(
     )
 
 
-def choose_plan(slots: int, experts: int, shared_bytes: int = _ROOMY) -> Plan | PromptPlan:
+def choose_plan(slots: int, experts: int, shared_bytes: int = _ROOMY) -> Plan:
     """The plan for S slots over E experts, on a GPU with that much shared memory for a block."""
     if 2 * slots <= experts:  # few blocks: more warps on each, and one launch for all widths
         return Plan(1, Tuning(4, 2), None)
     if slots <= 4 * experts:
-        return Plan(1, Tuning(2, 4), Tuning(4, 2))
-    long = slots >= LONG_PROMPT_SLOTS * experts
-    token_tiles = 16 if long else 8
-    room = shared_bytes >= cuda_prompt.shared_bytes(MAX_BITS, token_tiles)
-    if slots < PROMPT_SLOTS * experts or not room:
-        return Plan(2, Tuning(2, 4), Tuning(4 if shared_bytes >= _TIGHT else 2, 2))
-    return PromptPlan(token_tiles)
+        return Plan(1, Tuning(2, 5), Tuning(4, 2, items=2, pingpong=True))
+    if slots <= 24 * experts or shared_bytes < _ROOMY:
+        return Plan(2, Tuning(2, 4), Tuning(4, 2, items=2, pingpong=True))
+    return Plan(4, Tuning(2, 3), Tuning(4, 1, items=2))
 
 
 def fused_moe(
@@ -136,7 +123,7 @@ def fused_moe(
     down_bias: Tensor | None = None,
     statistics: Tensor | None = None,
     live: Tensor | None = None,
-    plan: Plan | PromptPlan | None = None,
+    plan: Plan | None = None,
 ) -> Tensor:
     """As `reference.fused_moe`, for calls that `fits` takes; hidden is rounded to x's dtype.
 
@@ -149,11 +136,16 @@ def fused_moe(
     out = torch.empty(tokens, down.rows, dtype=x.dtype, device=device)
     if not tokens:
         return out
+    if plan is None and count >= PROMPT_SLOTS * experts:
+        return cuda_prefill.fused_moe(
+            x, topk_ids, topk_weights, arena, gate_up, down, activation=activation,
+            gate_up_bias=gate_up_bias, down_bias=down_bias, statistics=statistics, live=live,
+        )  # fmt: skip
     if plan is None:
         plan = choose_plan(count, experts, nvrtc.shared_bytes(device.index or 0))
     routed = route(
         topk_ids, topk_weights, (gate_up, down), _MMA_TOKENS * plan.token_tiles,
-        MAX_BITS if isinstance(plan, PromptPlan) else plan.classes[0][1], statistics, live,
+        plan.classes[0][1], statistics, live,
     )  # fmt: skip
     x, groups = x.contiguous(), len(routed.slots)
     hidden = torch.empty(count, down.cols, dtype=x.dtype, device=device)
@@ -172,12 +164,9 @@ def fused_moe(
         defines = {
             **shape_constants(pages, arena.shape[1]), "FLOAT16": int(x.dtype == torch.float16),
             "TOP_K": top_k, "GATED": 1 - module, "KIND": KINDS[activation],
-            "BIAS": int(bias is not None),
+            "BIAS": int(bias is not None), "EXPAND": 0,
         }  # fmt: skip
-        if isinstance(plan, PromptPlan):
-            cuda_prompt.launch(plan, pages, groups, defines, arguments, device)
-        else:
-            _launch_classes(plan, pages, groups, defines, arguments, device)
+        _launch_classes(plan, pages, groups, defines, arguments, device)
     combine(results, routed, out, overlap=plan.overlap)
     return out
 
@@ -193,30 +182,24 @@ def _launch_classes(
     """Launch the kernel of each class of widths that a block of these pages can have."""
     pairs = (-(-pages.rows // TILE_ROWS) + 1) // 2
     widest = min(plan.widths[1], pages.plane_pages.shape[1])
-    index = device.index or 0
     first = 1
     for number, (low, high, tuning) in enumerate(plan.classes):
         low, high = max(low, plan.widths[0]), min(high, widest)
         if low > high:
             continue
-        shared = max(_shared_bytes(b, plan, tuning) for b in range(low, high + 1))
-        shares = min(pairs * groups, nvrtc.resident_blocks(shared, tuning.blocks, index))
-        constants: dict[str, nvrtc.Define] = {
+        constants = {
             **defines, "CLASS": number, "LOW": low, "HIGH": high, "NT": plan.token_tiles,
-            "WK": tuning.split, "BLOCKS": tuning.blocks, "STAGES": tuning.stages,
-            "TABLE_BITS": plan.register_bits + 1, "FIRST": first, "RESIDENT": tuning.resident,
-            "PINGPONG": 1, "SHARES": shares, "COSTS": _costs(),
-            "SHARED_BASE": nvrtc.reserved_shared_bytes(index),
+            "WK": tuning.split, "ITEMS": tuning.items, "BLOCKS": tuning.blocks,
+            "STAGES": tuning.stages, "TABLE_BITS": plan.register_bits + 1, "FIRST": first,
+            "RESIDENT": tuning.resident, "PINGPONG": int(tuning.pingpong),
+            "SHARED_BASE": nvrtc.reserved_shared_bytes(device.index or 0),
         }  # fmt: skip
+        shared = max(_shared_bytes(b, plan, tuning) for b in range(low, high + 1))
         kernel("moe.cu", "experts", constants, device).launch(
-            (shares + groups,), 2 * _LANES * tuning.split, shared, arguments, overlap=plan.overlap
-        )
+            (-(-pairs // tuning.items), groups), 2 * _LANES * tuning.split, shared, arguments,
+            overlap=plan.overlap,
+        )  # fmt: skip
         first = 0
-
-
-def _costs() -> str:
-    """A byte for each width from 1 bit on, as a C literal."""
-    return f"0x{int.from_bytes(bytes(_COSTS), 'little'):x}ull"
 
 
 def _shared_bytes(bits: int, plan: Plan, tuning: Tuning) -> int:
@@ -224,9 +207,12 @@ def _shared_bytes(bits: int, plan: Plan, tuning: Tuning) -> int:
     warps, tokens = 2 * tuning.split, plan.token_tiles
     parts = warps * tokens * 1024
     if bits <= plan.register_bits:
-        return 4 * (64 << bits) + 2 * parts + warps * tuning.stages * (bits + 4 * tokens) * 512
+        return 2 * (64 << bits) + parts + warps * tuning.stages * (bits + 4 * tokens) * 512
     tiles = 1
-    while 2 * tiles * (256 << bits) <= tuning.resident and warps % (2 * tiles) == 0:
+    while (
+        2 * tiles * (256 << bits) <= tuning.resident
+        and tiles < 2 * tuning.items
+        and warps % (2 * tiles) == 0
+    ):
         tiles *= 2
-    strip = TILE_ROWS * ((2 << bits) + 16)
-    return tiles * ((256 << bits) + strip) + (2 * parts if tiles == 1 else parts)
+    return tiles * cuda_prefill.table_bytes(bits) + (2 * parts if tiles == 1 else parts)

@@ -1,15 +1,138 @@
-// Routed experts of one layer from bit-planes and tables in arena pages, for few tokens: weights are decoded into the matrix
-// unit's operands. Beside the constants of planes.cuh (cuda_moe.py defines them all):
+// Routed experts of one layer from bit-planes and tables in arena pages. Compiled at run time by NVRTC
+// (cuda_moe.py), which defines the constants named below; it includes no header, so it needs no toolkit.
 //
-//   CLASS         which of the two work lists the kernel walks;  SHARES, COSTS: how its items are shared out, see below
-//   WK            warps that split K of a row tile; WARPS is 2 * WK
-//   STAGES        tiles in flight of a warp (tables in registers only)
-//   RESIDENT      bytes of shared memory for tables, 65536 at most: as many row tiles as fit are taken at once
-//   PINGPONG      1: two turns of the loop, so that no register is copied, where registers suffice (tables in shared memory)
+//   FLOAT16       1: x, tables and hidden are fp16; 0: bf16
+//   ROWS, COLS    N and K of the module's blocks;  ROW_TILES, COL_TILES: in tiles of 32 x 128
+//   PLANES, PP, LP, PAGE_SHIFT                     page table [E, PLANES, PP], [E, LP]; log2 of a page's bytes
+//   LOW, HIGH     widths that this kernel takes;  CLASS: which of the two work lists it walks
+//   GATED         1: gate_up with activation KIND; 0: down with router weight
+//   TOP_K, BIAS, NT (token tiles of 8 in a group), WK (warps that split K of a row tile; a block has 2 * WK)
+//   ITEMS         pairs of row tiles that a block takes (tables in shared memory only)
+//   RESIDENT      bytes of shared memory for tables, 65536 at most: as many row tiles as fit are taken at once (the same)
+//   EXPAND        1: blocks are written out as matrices, for prompts, instead of multiplied
+//   STAGES        tiles in flight of a warp (tables in registers only);  BLOCKS: wanted on a multiprocessor
+//   FIRST         1: the first launch of its module, which waits for what the launches before it wrote
+//   TABLE_BITS    first width whose tables lie in shared memory;  SHARED_BASE: where dynamic shared memory begins
+//
+// The matrix unit multiplies weights [16 rows x 16 k] by tokens [16 k x 8]: a lane decodes the words that it
+// loads straight into its own operand, because the plane layout is in lane order (bitplane.py).
 
-#define WARPS (2 * WK)
-#include "planes.cuh"
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef unsigned short u16;
+#define DI __device__ __forceinline__
+#define UNROLL _Pragma("unroll")
+#define ROLLED _Pragma("unroll 1")
 
+// ---- arithmetic ---------------------------------------------------------------------------------------------
+
+DI u32 prmt(u32 a, u32 b, u32 s) { u32 d; asm("prmt.b32 %0,%1,%2,%3;" : "=r"(d) : "r"(a), "r"(b), "r"(s)); return d; }
+template <int TABLE> DI u32 lop3(u32 a, u32 b, u32 c) {
+  u32 d; asm("lop3.b32 %0,%1,%2,%3,%4;" : "=r"(d) : "r"(a), "r"(b), "r"(c), "n"(TABLE)); return d;
+}
+DI u32 choose(u32 a, u32 b, u32 mask) { return lop3<0xE2>(a, mask, b); }     // (a & mask) | (b & ~mask)
+DI u32 and_or(u32 a, u32 mask, u32 b) { return lop3<0xEA>(a, mask, b); }     // (a & mask) | b
+DI u32 mad(u32 a, u32 b, u32 c) { u32 d; asm("mad.lo.u32 %0,%1,%2,%3;" : "=r"(d) : "r"(a), "r"(b), "r"(c)); return d; }
+DI constexpr u32 rotl(u32 x, int n) { return (n & 31) ? (x << (n & 31)) | (x >> (32 - (n & 31))) : x; }
+template <int S> DI u32 rotl_by(u32 x) { if constexpr ((S & 31) == 0) return x; else return __funnelshift_l(x, x, S & 31); }
+template <int S> DI u32 rotr(u32 x) { if constexpr ((S & 31) == 0) return x; else return __funnelshift_r(x, x, S & 31); }
+
+DI u64 mad_wide(u32 a, u32 b, u64 c) { u64 d; asm("mad.wide.u32 %0,%1,%2,%3;" : "=l"(d) : "r"(a), "r"(b), "l"(c)); return d; }
+DI uint4 load_stream(const void* p) {
+  uint4 v;
+  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3},[%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+  return v;
+}
+// For what a launch that overlaps with this one wrote: not moved before the wait for it.
+DI uint4 load_written(const uint4* p) {
+  uint4 v;
+  asm volatile("ld.global.v4.u32 {%0,%1,%2,%3},[%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
+  return v;
+}
+DI void multiply(float* c, const u32* a, u32 b0, u32 b1) {
+#if FLOAT16
+#define MMA "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32"
+#else
+#define MMA "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"
+#endif
+  asm volatile(MMA " {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
+               : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+DI u16 to_half(float v) {
+  u16 h;
+#if FLOAT16
+  asm("cvt.rn.f16.f32 %0,%1;" : "=h"(h) : "f"(v));
+#else
+  asm("cvt.rn.bf16.f32 %0,%1;" : "=h"(h) : "f"(v));
+#endif
+  return h;
+}
+DI float activate(float gate, float up) {
+#if KIND == 1
+  return gate * 0.5f * (1.0f + erff(gate * 0.7071067811865476f)) * up;
+#elif KIND == 2
+  float inner = 1.5957691216057308f * (gate + 0.044715f * gate * gate * gate);
+  return gate / (1.0f + expf(-inner)) * up;
+#else
+  return gate / (1.0f + expf(-gate)) * up;
+#endif
+}
+
+// ---- launches that overlap ------------------------------------------------------------------------------------
+// A launch may begin while the one before it ends (cuda_moe.py says which). All blocks of a module's first launch wait for
+// the launches before it, then let the next begin; so what a later class of the same module reads is there, and it waits
+// only at its end, so that "complete" always means that everything before is complete, too.
+
+#if __CUDA_ARCH__ >= 900
+DI void wait_for_earlier() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+DI void let_next_begin() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+#else
+DI void wait_for_earlier() {}
+DI void let_next_begin() {}
+#endif
+// What gate_up wrote is there from here on.
+DI void inputs_ready() {
+  if (FIRST && !GATED) { wait_for_earlier(); let_next_begin(); }
+}
+
+// ---- where things are ---------------------------------------------------------------------------------------
+
+struct Arguments {
+  const u16* x;            // [T, K] gated, else [S, K]
+  const unsigned char* arena;
+  const int* plane_pages;  // [E, PLANES, PP]
+  const int* lut_pages;    // [E, LP]
+  const float* bias;       // [E, N]
+  const float* weights;    // [S]
+  const int4* work;        // [2, G]: group, expert or -1, width, byte of its table in its region
+  const int* slots;        // [G, 8 * NT]
+  void* out;               // hidden [S, N/2] if GATED, else [S, N] fp32
+  int slot_count, groups;  // S, G
+  u32 tile_bytes;          // 512: not a literal, so that addresses are one multiply-add and not shifts
+};
+constexpr int TOKENS = 8 * NT, WARPS = 2 * WK, TILE_SHIFT = PAGE_SHIFT - 9;
+constexpr int HALF_TILES = GATED ? ROW_TILES / 2 : 1;         // from a row tile to its partner
+DI int row_tile(int item, int half) { return GATED ? item + half * HALF_TILES : min(2 * item + half, ROW_TILES - 1); }
+
+// The planes of one expert: words `lane` of tile t of the first B planes. Page ids change rarely, so they are kept.
+template <int B> struct Planes {
+  const int* pages; u64 start; u32 tile_bytes, base[B]; int page;
+  DI Planes(const Arguments& a, int expert, int lane)
+      : pages(a.plane_pages + expert * (PLANES * PP)), start((u64)a.arena + lane * 16), tile_bytes(a.tile_bytes), page(-1) {}
+  DI void seek(int tile) {
+    if (tile >> TILE_SHIFT == page) return;
+    page = tile >> TILE_SHIFT;
+    UNROLL for (int p = 0; p < B; p++) base[p] = ((u32)__ldg(pages + p * PP + page) - page) << TILE_SHIFT;
+  }
+  DI u64 at(int p, int tile) const { return mad_wide(base[p] + tile, tile_bytes, start); }
+};
+// Sixteen bytes at byte `at` of the table in use.
+DI const uint4* table_at(const Arguments& a, int4 work, int at) {
+  int expert = work.y;
+  at += work.w;
+  u64 page = (u32)__ldg(a.lut_pages + expert * LP + (at >> PAGE_SHIFT));
+  return reinterpret_cast<const uint4*>(a.arena + (page << PAGE_SHIFT) + (at & ((1 << PAGE_SHIFT) - 1)));
+}
 // Activations of the tokens whose columns a lane holds: 8 consecutive k of each of its NT tokens.
 struct Inputs {
   u64 x[NT]; u32 bytes[NT];                                     // 16, or 0 where a group has no token
@@ -31,6 +154,8 @@ struct Inputs {
     }
   }
 };
+typedef float Sums[2][NT][4];                                  // rows r, r+8 | r+16, r+24 by NT * 8 tokens
+DI void clear(Sums acc) { UNROLL for (int i = 0; i < 8 * NT; i++) acc[i & 1][i >> 3][(i >> 1) & 3] = 0.0f; }
 // The K split is added up through shared memory: [2 halves][WK or WARPS parts][8 * NT][32 lanes].
 DI void put(float* parts, Sums acc, int lane) {
   UNROLL for (int i = 0; i < 8 * NT; i++) parts[i * 32 + lane] = acc[i & 1][i >> 3][(i >> 1) & 3];
@@ -57,8 +182,47 @@ template <int SPLIT> DI void finish(const Arguments& a, const float* parts, int 
   }
 }
 
-// ---- up to 4 bits ---------------------------------------------------------------------------------------------
+// ---- up to 4 bits: tables in registers, four lookups by one byte permute --------------------------------------
 
+constexpr u32 M1 = 0x11111111u, M2 = 0x55555555u, M3 = 0x33333333u, POSITION = 0x32103210u;
+
+template <int B> struct Table {                                // one row: low bytes and high bytes of its entries
+  static constexpr int WORDS = B == 2 ? 1 : (1 << B) / 4;
+  u32 lo[WORDS], hi[WORDS];
+  DI void read(const u32* entries) {
+    UNROLL for (int w = 0; w < WORDS; w++) {
+      u32 a = entries[2 * w], b = entries[2 * w + 1];
+      lo[w] = prmt(a, b, 0x6420); hi[w] = prmt(a, b, 0x7531);
+    }
+  }
+};
+// Four weights from four nibbles of selectors: planes 0-2 in t; 4 * plane 3 + position in u.
+template <int B> DI void look(const Table<B>& table, u32 t, u32 u, u32& h01, u32& h23) {
+  u32 lo = prmt(table.lo[0], B == 2 ? 0 : table.lo[B == 2 ? 0 : 1], t), hi = prmt(table.hi[0], B == 2 ? 0 : table.hi[B == 2 ? 0 : 1], t);
+  if constexpr (B == 4) {
+    lo = prmt(lo, prmt(table.lo[2], table.lo[3], t), u);
+    hi = prmt(hi, prmt(table.hi[2], table.hi[3], t), u);
+  }
+  h01 = prmt(lo, hi, 0x5140); h23 = prmt(lo, hi, 0x7362);
+}
+DI void copy_async(u32 to, u64 from) { asm volatile("cp.async.cg.shared.global [%0],[%1],16;" ::"r"(to), "l"(from) : "memory"); }
+DI void copy_async(u32 to, u64 from, u32 bytes) {              // the rest of 16 bytes is zero
+  asm volatile("cp.async.ca.shared.global [%0],[%1],16,%2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+}
+DI void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int PENDING> DI void wait() { asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory"); }
+
+// Weights of slot S: a[rows r, r+8 | r+16, r+24][first, second k16][operand register].
+template <int B, int S> DI void decode_low(const Table<B>* table, const u32 (*words)[4], const u32* even, const u32* odd, u32 (*a)[2][4]) {
+  UNROLL for (int i = 0; i < 4; i++) {
+    u32 pair = S & 1 ? odd[i] : even[i], t, u = 0;
+    if constexpr (B == 2) t = pair & rotl(M3, S);
+    else t = and_or(pair, rotl(M3, S), words[2][i] & rotl(M1, S + 2));
+    if constexpr (B == 4) u = and_or(words[3][i], rotl(M1, S + 3), rotl(POSITION, S + 1));
+    look<B>(table[i], S == 0 ? t : t >> S, B == 4 ? u >> (S + 1) : 0, a[i >> 1][0][i & 1], a[i >> 1][0][2 + (i & 1)]);
+    look<B>(table[i], rotr<16 + S>(t), B == 4 ? rotr<17 + S>(u) : 0, a[i >> 1][1][i & 1], a[i >> 1][1][2 + (i & 1)]);
+  }
+}
 template <int B, int S> DI void slot_low(const Table<B>* table, const u32 (*words)[4], const u32* even, const u32* odd, const uint4* x, Sums acc) {
   u32 a[2][2][4];
   decode_low<B, S>(table, words, even, odd, a);
@@ -67,91 +231,117 @@ template <int B, int S> DI void slot_low(const Table<B>* table, const u32 (*word
     UNROLL for (int m = 0; m < 2; m++) { multiply(acc[m][n], a[m][0], v.x, v.y); multiply(acc[m][n], a[m][1], v.z, v.w); }
   }
 }
-// Items first to last of a group: what a warp needs next is copied while it computes, also across items. A lane copies just
-// what it reads itself, so a warp's stages need no barrier: [STAGES][B planes, 4 * NT inputs][32 lanes] uint4.
-template <int B> DI void run_low(const Arguments& a, int4 work, int first, int last, unsigned char* shared) {
-  constexpr int TABLE = 64 << B, STAGE = (B + 4 * NT) * 512, PARTS = WARPS * NT * 1024;
-  constexpr bool SHORT = COL_TILES / WK < STAGES;              // a warp's turns for an item may not cover the copy of a table
-  int thread = threadIdx.x, lane = thread & 31, warp = thread >> 5, wk = warp % WK, half = warp / WK, group = work.x, expert = work.y;
-  unsigned char* tables = shared;                              // [2, odd and even items][2 halves] raw entries of 32 rows
-  unsigned char* parts = shared + 4 * TABLE;                   // [2, odd and even items][2 halves][WK][8 * NT][32] float
-  unsigned char* stages = parts + 2 * PARTS + warp * STAGES * STAGE + lane * 16;
+template <int B> DI void pair_up(const u32 (*words)[4], u32* even, u32* odd) {
+  UNROLL for (int i = 0; i < 4; i++) { even[i] = choose(words[0][i], words[1][i], M2); odd[i] = choose(words[0][i], words[1][i], ~M2); }
+}
+// A lane copies just what it reads itself, so a warp's stages need no barrier: [STAGES][B planes, 4 * NT inputs][32 lanes] uint4.
+template <int B> DI void run_low(const Arguments& a, int4 work, unsigned char* shared) {
+  constexpr int TABLE = 64 << B, STAGE = (B + 4 * NT) * 512;
+  int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, wk = warp % WK, half = warp / WK, group = work.x, expert = work.y;
+  int item = blockIdx.x, tile = row_tile(item, half) * COL_TILES;
+  unsigned char* tables = shared;                              // [2 halves] raw entries of 32 rows
+  float* parts = reinterpret_cast<float*>(shared + 2 * TABLE); // [2 halves][WK][8 * NT][32]
+  unsigned char* stages = shared + 2 * TABLE + WARPS * NT * 1024 + warp * STAGES * STAGE + lane * 16;
   u32 to = (u32)__cvta_generic_to_shared(stages);
   Planes<B> planes(a, expert, lane);
   Inputs inputs(a, group, lane);
-  auto copy_tables = [&](int item) {
-    for (int i = thread; i < 2 * TABLE / 16; i += 32 * WARPS) {
-      int h = i / (TABLE / 16), byte = i % (TABLE / 16) * 16;
-      copy_async((u32)__cvta_generic_to_shared(tables + ((item & 1) * 2 + h) * TABLE + byte), (u64)table_at(a, work, row_tile(item, h) * TABLE + byte));
-    }
+  auto fetch_planes = [&](int kt, u32 stage) {
+    if (kt >= COL_TILES) return;
+    planes.seek(tile + kt);
+    UNROLL for (int p = 0; p < B; p++) copy_async(to + stage * STAGE + p * 512, planes.at(p, tile + kt));
   };
-  int item = first, kt = wk;                                   // where copying is
-  auto fetch_planes = [&](u32 stage) {
-    if (item >= last) return;
-    int tile = row_tile(item, half) * COL_TILES + kt;
-    planes.seek(tile);
-    UNROLL for (int p = 0; p < B; p++) copy_async(to + stage * STAGE + p * 512, planes.at(p, tile));
-  };
-  auto fetch_inputs = [&](u32 stage, int kt) {
+  auto fetch_inputs = [&](int kt, u32 stage) {
+    if (kt >= COL_TILES) return;
     UNROLL for (int n = 0; n < NT; n++) {
       u64 x = mad_wide(kt, 256, inputs.x[n]);
       UNROLL for (int s = 0; s < 4; s++) copy_async(to + stage * STAGE + (B + s * NT + n) * 512, x + s * 64, inputs.size(n, kt, s, lane));
     }
   };
-  auto advance = [&]() { kt += WK; if (kt >= COL_TILES) { kt = wk; item++; } };
-  int ahead[STAGES - 1];
-  copy_tables(first);
-  if (wk < COL_TILES) UNROLL for (int i = 0; i < STAGES - 1; i++) { fetch_planes(i); ahead[i] = item < last ? kt : -1; advance(); }
-  inputs_ready();
-  if (wk < COL_TILES) UNROLL for (int i = 0; i < STAGES - 1; i++) { if (ahead[i] >= 0) fetch_inputs(i, ahead[i]); commit(); }
-  u32 stage = 0, behind = STAGES - 1;
-  ROLLED for (int now = first; now < last; now++) {
-    Table<B> table[4];
-    Sums acc;
-    clear(acc);
-    auto begin = [&]() {                                       // tables of this item are there, parts of the one before are stored
-      __syncthreads();
-      UNROLL for (int i = 0; i < 4; i++)
-        table[i].read(reinterpret_cast<const u32*>(tables + ((now & 1) * 2 + half) * TABLE + ((lane >> 2) + i * 8) * (2 << B)));
-      if (now + 1 < last) copy_tables(now + 1);
-      if (now > first) finish<WK>(a, reinterpret_cast<const float*>(parts + ((now - 1) & 1) * PARTS), now - 1, group, expert, lane, warp);
-    };
-    if (wk >= COL_TILES) { wait<0>(); begin(); commit(); }
-    ROLLED for (int turn = wk; turn < COL_TILES; turn += WK) {
-      fetch_planes(behind);
-      if (item < last) fetch_inputs(behind, kt);
-      commit();
-      advance();
-      if (SHORT && turn == wk) wait<0>(); else wait<STAGES - 1>();
-      if (turn == wk) begin();
-      const uint4* loaded = reinterpret_cast<const uint4*>(stages + stage * STAGE);
-      u32 words[B][4], even[4], odd[4];
-      UNROLL for (int p = 0; p < B; p++) {
-        uint4 v = loaded[p * 32];
-        words[p][0] = v.x; words[p][1] = v.y; words[p][2] = v.z; words[p][3] = v.w;
-      }
-      pair_up<B>(words, even, odd);
-      slot_low<B, 0>(table, words, even, odd, loaded + B * 32, acc);
-      slot_low<B, 1>(table, words, even, odd, loaded + B * 32, acc);
-      slot_low<B, 2>(table, words, even, odd, loaded + B * 32, acc);
-      slot_low<B, 3>(table, words, even, odd, loaded + B * 32, acc);
-      behind = stage;
-      stage = stage + 1 == STAGES ? 0 : stage + 1;
-    }
-    put(reinterpret_cast<float*>(parts + (now & 1) * PARTS) + warp * NT * 8 * 32, acc, lane);
+  for (int i = threadIdx.x; i < 2 * TABLE / 16; i += 32 * WARPS) {
+    int h = i / (TABLE / 16), byte = i % (TABLE / 16) * 16;
+    copy_async((u32)__cvta_generic_to_shared(tables + h * TABLE + byte), (u64)table_at(a, work, row_tile(item, h) * TABLE + byte));
   }
-  wait<0>();
+  UNROLL for (int i = 0; i < STAGES - 1; i++) fetch_planes(wk + i * WK, i);
+  inputs_ready();
+  UNROLL for (int i = 0; i < STAGES - 1; i++) { fetch_inputs(wk + i * WK, i); commit(); }
+  wait<STAGES - 2>();
   __syncthreads();
-  finish<WK>(a, reinterpret_cast<const float*>(parts + ((last - 1) & 1) * PARTS), last - 1, group, expert, lane, warp);
+  Table<B> table[4];
+  UNROLL for (int i = 0; i < 4; i++)
+    table[i].read(reinterpret_cast<const u32*>(tables + half * TABLE + ((lane >> 2) + i * 8) * (2 << B)));
+  Sums acc;
+  clear(acc);
+  u32 stage = 0, behind = STAGES - 1;
+  ROLLED for (int kt = wk; kt < COL_TILES; kt += WK) {
+    fetch_planes(kt + (STAGES - 1) * WK, behind);
+    fetch_inputs(kt + (STAGES - 1) * WK, behind);
+    commit();
+    wait<STAGES - 1>();
+    const uint4* loaded = reinterpret_cast<const uint4*>(stages + stage * STAGE);
+    u32 words[B][4], even[4], odd[4];
+    UNROLL for (int p = 0; p < B; p++) {
+      uint4 v = loaded[p * 32];
+      words[p][0] = v.x; words[p][1] = v.y; words[p][2] = v.z; words[p][3] = v.w;
+    }
+    pair_up<B>(words, even, odd);
+    slot_low<B, 0>(table, words, even, odd, loaded + B * 32, acc);
+    slot_low<B, 1>(table, words, even, odd, loaded + B * 32, acc);
+    slot_low<B, 2>(table, words, even, odd, loaded + B * 32, acc);
+    slot_low<B, 3>(table, words, even, odd, loaded + B * 32, acc);
+    behind = stage;
+    stage = stage + 1 == STAGES ? 0 : stage + 1;
+  }
+  put(parts + warp * NT * 8 * 32, acc, lane);
+  __syncthreads();
+  finish<WK>(a, parts, item, group, expert, lane, warp);
 }
 
-// ---- up to 8 bits ---------------------------------------------------------------------------------------------
+// ---- up to 8 bits: tables in shared memory, every lane owning a bank ------------------------------------------
+// Word `lane` of line (entry v, pair of row blocks j) holds entry v of rows r + 16j (low half) and r + 16j + 8 (high half),
+// r = lane / 4, at byte v * 256 + j * 128 + lane * 4. A lane reads its own bank alone: random lookups never conflict. The
+// address of a lookup is one byte permute: byte 0 is 4 * lane, byte 1 the code.
 
+template <int OFFSET> DI u32 entry(u32 at) { u32 d; asm volatile("ld.shared.u16 %0,[%1+%2];" : "=r"(d) : "r"(at), "n"(SHARED_BASE + OFFSET)); return d; }
+
+// `which` is the number of the table of a warp's row tile, in the bits of a byte above the code, already rotated by S.
+template <int B, int S> DI void bytes_of(const u32* words, const u32* pair, const u32* pair2, const u32* high, const u32* high2, u32 which, u32& even, u32& odd) {
+  u32 low, top;                                                 // planes 0-3 of eight weights as nibbles, rotated by S
+  if constexpr (B == 3) low = and_or(pair[S & 1], rotl(M3, S), words[2] & rotl(M1, S + 2));
+  else low = choose(pair[S & 1], pair2[S & 1], rotl(M3, S));
+  if constexpr (B <= 4) top = which;
+  else if constexpr (B == 5) top = and_or(words[4], rotl(M1, S + 4), which);
+  else if constexpr (B == 6) top = and_or(high[S & 1], rotl(M3, S + 4), which);
+  else if constexpr (B == 7) top = and_or(high[S & 1], rotl(M3, S + 4), and_or(words[6], rotl(M1, S + 6), which));
+  else top = choose(high[S & 1], high2[S & 1], rotl(M3, S + 4));
+  even = rotr<S>(choose(low, top, rotl(0x0F0F0F0Fu, S))); odd = rotr<S + 4>(choose(low, top, rotl(0xF0F0F0F0u, S)));
+}
+template <int I> DI void row_high(u32 even, u32 odd, u32 lane4, u32 (*a)[2][4]) {
+  constexpr int AT = (I >> 1) * 128 + (I & 1) * 2;
+  u32 h[4];
+  UNROLL for (int q = 0; q < 4; q++) h[q] = mad(entry<AT>(prmt(odd, lane4, 0x5504 + q * 16)), 65536u, entry<AT>(prmt(even, lane4, 0x5504 + q * 16)));
+  a[I >> 1][0][I & 1] = h[0]; a[I >> 1][0][2 + (I & 1)] = h[1]; a[I >> 1][1][I & 1] = h[2]; a[I >> 1][1][2 + (I & 1)] = h[3];
+}
+template <int B, int S> DI void decode_high(const u32 (*words)[B], const u32 (*pairs)[4][2], u32 lane4, u32 which, u32 (*a)[2][4]) {
+  which = rotl_by<S>(which);
+  u32 even[4], odd[4];
+  UNROLL for (int i = 0; i < 4; i++) bytes_of<B, S>(words[i], pairs[0][i], pairs[1][i], pairs[2][i], pairs[3][i], which, even[i], odd[i]);
+  row_high<0>(even[0], odd[0], lane4, a); row_high<1>(even[1], odd[1], lane4, a);
+  row_high<2>(even[2], odd[2], lane4, a); row_high<3>(even[3], odd[3], lane4, a);
+}
 template <int B, int S> DI void slot_high(const u32 (*words)[B], const u32 (*pairs)[4][2], u32 lane4, u32 which, const uint4* x, Sums acc) {
   u32 a[2][2][4];
   decode_high<B, S>(words, pairs, lane4, which, a);
   UNROLL for (int n = 0; n < NT; n++)
     UNROLL for (int m = 0; m < 2; m++) { multiply(acc[m][n], a[m][0], x[n].x, x[n].y); multiply(acc[m][n], a[m][1], x[n].z, x[n].w); }
+}
+template <int B> DI void pair_up(const uint4* loaded, u32 (*words)[B], u32 (*pairs)[4][2]) {
+  UNROLL for (int i = 0; i < 4; i++) {
+    UNROLL for (int p = 0; p < B; p++) words[i][p] = reinterpret_cast<const u32*>(loaded + p)[i];
+    UNROLL for (int odd = 0; odd < 2; odd++) {
+      u32 mask = odd ? ~M2 : M2;
+      UNROLL for (int q = 0; q < 4; q++) pairs[q][i][odd] = 2 * q + 1 < B ? choose(words[i][2 * q], words[i][2 * q + 1 < B ? 2 * q + 1 : 0], mask) : 0;
+    }
+  }
 }
 template <int B> DI void tile_high(const uint4* loaded, const Inputs& inputs, int kt, int lane, u32 which, Sums acc) {
   u32 words[4][B], pairs[4][4][2];
@@ -173,22 +363,22 @@ template <int B> DI void tile_high(const uint4* loaded, const Inputs& inputs, in
 template <int B, int TILES> struct Fill {
   static constexpr int PIECES = (1 << B) / 8, ROW = (2 << B) + 16, COPIES = TILES * 32 * PIECES, EACH = 2 * PIECES, JOBS = TILES * EACH;
   static constexpr int BYTES = TILES * 32 * ROW;
-  template <typename TileOf> DI static void load(const Arguments& a, int4 work, unsigned char* strip, int thread, TileOf tile_of) {
+  template <typename TileOf> DI static void load(const Arguments& a, int4 work, unsigned char* strip, TileOf tile_of) {
     UNROLL for (int i = 0; i < (COPIES + 32 * WARPS - 1) / (32 * WARPS); i++) {
-      int job = i * 32 * WARPS + thread, row = job / PIECES, byte = job % PIECES * 16;
+      int job = i * 32 * WARPS + threadIdx.x, row = job / PIECES, byte = job % PIECES * 16;
       if (COPIES % (32 * WARPS) && job >= COPIES) break;
       const uint4* from = table_at(a, work, (tile_of(row / 32) * 32 + row % 32) * (2 << B) + byte);
       copy_async((u32)__cvta_generic_to_shared(strip + row * ROW + byte), (u64)from);
     }
     commit();
   }
-  DI static void spread(const unsigned char* strip, unsigned char* tables, int thread) {
+  DI static void spread(const unsigned char* strip, unsigned char* tables) {
     UNROLL for (int i = 0; i < (JOBS + 4 * WARPS - 1) / (4 * WARPS); i++) {
-      int job = i * 4 * WARPS + (thread >> 3), part = job % EACH, piece = part % PIECES, pair = part / PIECES;
+      int job = i * 4 * WARPS + (threadIdx.x >> 3), part = job % EACH, piece = part % PIECES, pair = part / PIECES;
       if (JOBS % (4 * WARPS) && job >= JOBS) break;
-      const unsigned char* from = strip + (job / EACH * 32 + pair * 16 + (thread & 7)) * ROW + piece * 16;
+      const unsigned char* from = strip + (job / EACH * 32 + pair * 16 + (threadIdx.x & 7)) * ROW + piece * 16;
       uint4 upper = *reinterpret_cast<const uint4*>(from), lower = *reinterpret_cast<const uint4*>(from + 8 * ROW);
-      unsigned char* to = tables + job / EACH * (256 << B) + piece * 8 * 256 + pair * 128 + (thread & 7) * 16;
+      unsigned char* to = tables + job / EACH * (256 << B) + piece * 8 * 256 + pair * 128 + (threadIdx.x & 7) * 16;
       UNROLL for (int k = 0; k < 8; k++) {
         u32 v = prmt(reinterpret_cast<const u32*>(&upper)[k / 2], reinterpret_cast<const u32*>(&lower)[k / 2], k & 1 ? 0x7632 : 0x5410);
         *reinterpret_cast<uint4*>(to + k * 256) = make_uint4(v, v, v, v);
@@ -199,14 +389,13 @@ template <int B, int TILES> struct Fill {
 // Row tiles whose tables are in shared memory at once; the block's warps share them out, and the columns of each.
 template <int B> DI constexpr int tiles_at_once() {
   int tiles = 1;
-  while (2 * tiles * (256 << B) <= RESIDENT && WARPS % (2 * tiles) == 0) tiles *= 2;
+  while (2 * tiles * (256 << B) <= RESIDENT && tiles < 2 * ITEMS && WARPS % (2 * tiles) == 0) tiles *= 2;
   return tiles;
 }
-template <int B> DI void run_high(const Arguments& a, int4 work, int first, int last, unsigned char* shared) {
+template <int B> DI void run_high(const Arguments& a, int4 work, unsigned char* shared) {
   constexpr int TILES = tiles_at_once<B>(), SPLIT = WARPS / TILES, PART = 8 * NT * 32;
-  int thread = threadIdx.x, lane = thread & 31, warp = thread >> 5, group = work.x, expert = work.y, mine = warp / SPLIT, wk = warp % SPLIT;
-  first *= 2;
-  last *= 2;                                                    // in row tiles from here on
+  int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, group = work.x, expert = work.y, mine = warp / SPLIT, wk = warp % SPLIT;
+  int first = 2 * blockIdx.x * ITEMS, last = min(first + 2 * ITEMS, (ROW_TILES + 1) / 2 * 2);
   unsigned char* strip = shared + TILES * (256 << B);
   float* parts = reinterpret_cast<float*>(strip + Fill<B, TILES>::BYTES);  // [WARPS, or 2 * WARPS if TILES is 1][8 * NT][32]
   u32 which = B < 8 ? (u32)mine * (0x11111111u << (B & 3)) : 0;
@@ -225,19 +414,19 @@ template <int B> DI void run_high(const Arguments& a, int4 work, int first, int 
         if (step + 2 * i < last) finish<SPLIT>(a, parts + 2 * i * SPLIT * PART, (step >> 1) + i, group, expert, lane, warp);
     }
   };
-  Fill<B, TILES>::load(a, work, strip, thread, [&](int q) { return tile_of(first + q); });
+  Fill<B, TILES>::load(a, work, strip, [&](int q) { return tile_of(first + q); });
   if (wk < COL_TILES) fetch(tile_of(first + mine) * COL_TILES + wk, current);
   Inputs inputs(a, group, lane);
   inputs_ready();
   ROLLED for (int step = first; step < last; step += TILES) {
     wait<0>();
     __syncthreads();                                            // the last tiles' lookups are over, their parts stored
-    Fill<B, TILES>::spread(strip, shared, thread);
+    Fill<B, TILES>::spread(strip, shared);
     if (step > first) finish_items(step - TILES);
     __syncthreads();
     int tile = tile_of(step + mine) * COL_TILES;
     int after = step + TILES < last ? tile_of(step + TILES + mine) * COL_TILES + wk : -1;
-    if (step + TILES < last) Fill<B, TILES>::load(a, work, strip, thread, [&](int q) { return tile_of(step + TILES + q); });
+    if (step + TILES < last) Fill<B, TILES>::load(a, work, strip, [&](int q) { return tile_of(step + TILES + q); });
     Sums acc;
     clear(acc);
     auto turn = [&](int kt, const uint4* loaded, uint4* ahead) {
@@ -245,7 +434,7 @@ template <int B> DI void run_high(const Arguments& a, int4 work, int first, int 
       if (following >= 0) fetch(following, ahead);
       tile_high<B>(loaded, inputs, kt, lane, which, acc);
     };
-    if constexpr (PINGPONG && B + NT < 8) {                                // two turns, so that no register is copied
+    if constexpr (PINGPONG && B < 7) {                                // two turns, so that no register is copied
       constexpr bool ODD = COL_TILES % (2 * SPLIT) != 0;        // for some warps
       ROLLED for (int kt = wk; kt < COL_TILES; kt += 2 * SPLIT) {
         turn(kt, current, next);
@@ -266,57 +455,87 @@ template <int B> DI void run_high(const Arguments& a, int4 work, int first, int 
   __syncthreads();
   finish_items(first + (last - first - 1) / TILES * TILES);
 }
-// ---- the kernel -----------------------------------------------------------------------------------------------
+// ---- whole blocks as plain matrices, for prompts ---------------------------------------------------------------
 
-// The items of a class in the order of its list are cut where groups end and into SHARES parts that should take equal time;
-// COSTS holds a byte for each width from 1 on. Block b < SHARES takes what is left of share b before the first end of a group;
-// block SHARES + i begins with group i. So a block starts once, for long, and the short pieces come last.
-DI u32 cost(int width) { return width ? (u32)((u64)COSTS >> (8 * width - 8)) & 255 : 0; }
-DI u32 scan(u32 value, int lane) {                              // sum of the lanes up to this one
-  UNROLL for (int step = 1; step < 32; step *= 2) {
-    u32 other = __shfl_up_sync(~0u, value, step);
-    if (lane >= step) value += other;
+// One row tile: out [ROWS, COLS] gets the weights, by the same decoders.
+template <int S> DI void write_slot(u16* out, int tile, int kt, int lane, const u32 (*a)[2][4]) {
+  int k = kt * 128 + S * 32 + (lane & 3) * 8;
+  UNROLL for (int i = 0; i < 4; i++) {
+    int row = tile * 32 + (lane >> 2) + 8 * i;
+    if (row < ROWS && k < COLS)
+      *reinterpret_cast<uint4*>(out + (u64)row * COLS + k) = make_uint4(a[i >> 1][0][i & 1], a[i >> 1][0][2 + (i & 1)], a[i >> 1][1][i & 1], a[i >> 1][1][2 + (i & 1)]);
   }
-  return value;
 }
+template <int B> DI void expand_block(const Arguments& a, int4 work, u16* out, unsigned char* shared) {
+  int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, tile = blockIdx.x;
+  Planes<B> planes(a, work.y, lane);
+  uint4 loaded[B];
+  Table<B < TABLE_BITS ? B : 2> table[4];
+  if constexpr (B < TABLE_BITS) {
+    UNROLL for (int i = 0; i < 4; i++)
+      table[i].read(reinterpret_cast<const u32*>(table_at(a, work, (tile * 32 + (lane >> 2) + 8 * i) * (2 << B))));
+  } else {
+    unsigned char* strip = shared + (256 << B);
+    Fill<B, 1>::load(a, work, strip, [&](int) { return tile; });
+    wait<0>();
+    __syncthreads();
+    Fill<B, 1>::spread(strip, shared);
+    __syncthreads();
+  }
+  ROLLED for (int kt = warp; kt < COL_TILES; kt += WARPS) {
+    planes.seek(tile * COL_TILES + kt);
+    UNROLL for (int p = 0; p < B; p++) loaded[p] = load_stream((const void*)planes.at(p, tile * COL_TILES + kt));
+    u32 weights[2][2][4];
+    if constexpr (B < TABLE_BITS) {
+      u32 words[B][4], even[4], odd[4];
+      UNROLL for (int p = 0; p < B; p++) { words[p][0] = loaded[p].x; words[p][1] = loaded[p].y; words[p][2] = loaded[p].z; words[p][3] = loaded[p].w; }
+      pair_up<B>(words, even, odd);
+#define SLOT(S) decode_low<B, S>(table, words, even, odd, weights); write_slot<S>(out, tile, kt, lane, weights);
+      SLOT(0) SLOT(1) SLOT(2) SLOT(3)
+#undef SLOT
+    } else {
+      u32 words[4][B], pairs[4][4][2];
+      pair_up<B>(loaded, words, pairs);
+#define SLOT(S) decode_high<B, S>(words, pairs, lane * 4, 0, weights); write_slot<S>(out, tile, kt, lane, weights);
+      SLOT(0) SLOT(1) SLOT(2) SLOT(3)
+#undef SLOT
+    }
+  }
+}
+extern __shared__ __align__(128) unsigned char dynamic[];
+
+#define EACH_WIDTH TAKE(2) TAKE(3) TAKE(4) TAKE(5) TAKE(6) TAKE(7) TAKE(8)
+
+#if EXPAND
+// scratch [blocks in y, ROWS, COLS] = the blocks of experts from `first` on, those that have tokens
+extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) expand(Arguments a, const int* bits, const int* offsets, const int* counts, int first) {
+  int expert = first + blockIdx.y;
+  if (counts[expert] == 0) return;
+  if ((u32)__cvta_generic_to_shared(dynamic) != SHARED_BASE) __trap();
+  int4 work = make_int4(0, expert, bits[expert], offsets[expert]);
+  u16* out = reinterpret_cast<u16*>(a.out) + (u64)blockIdx.y * ROWS * COLS;
+#define TAKE(B)                        \
+  if constexpr (LOW <= B && B <= HIGH) \
+    if (work.z == B) expand_block<B>(a, work, out, dynamic);
+  EACH_WIDTH
+}
+#else
 extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) experts(Arguments a) {
-  constexpr int PAIRS = (ROW_TILES + 1) / 2;
   if (FIRST && GATED) wait_for_earlier();
   if (!FIRST || GATED) let_next_begin();
-  if (TABLE_BITS <= HIGH && (u32)__cvta_generic_to_shared(dynamic) != SHARED_BASE) __trap();
-  const int4* list = a.work + CLASS * a.groups;
-  int lane = threadIdx.x & 31, place = -1;
-  auto entry_of = [&](int i) {
-    uint4 v = i < a.groups ? load_written(reinterpret_cast<const uint4*>(list + i)) : make_uint4(0, ~0u, 0, 0);
-    return make_int4(v.x, v.y, v.z, v.w);
-  };
-  u32 total = 0, begin = 0;                                     // `begin`: of the group at `place`, in the order of all items
-  ROLLED for (int i = 0; i < a.groups; i += 32) total += cost(entry_of(i + lane).z);
-  u64 all = __shfl_sync(~0u, scan(total, lane), 31) * PAIRS;
-  u32 from = blockIdx.x < SHARES ? (u32)(all * blockIdx.x / SHARES) : ~0u;
-  ROLLED for (int i = 0; i < a.groups && place < 0; i += 32) {
-    u32 mine = cost(entry_of(i + lane).z), up_to = scan(mine, lane);
-    bool here = blockIdx.x < SHARES ? begin + up_to * PAIRS > from : i + lane == (int)blockIdx.x - SHARES;
-    u32 inside = __ballot_sync(~0u, here);
-    int at = inside ? __ffs(inside) - 1 : 31;
-    begin += __shfl_sync(~0u, inside ? up_to - mine : up_to, at) * PAIRS;
-    if (inside) place = i + at;
+  uint4 listed = load_written(reinterpret_cast<const uint4*>(a.work + CLASS * a.groups + blockIdx.y));
+  int4 work = make_int4(listed.x, listed.y, listed.z, listed.w);
+  if (work.y < 0) {
+    if (!FIRST || !GATED) wait_for_earlier();
+    return;
   }
-  int4 work = place < 0 ? make_int4(0, -1, 0, 0) : entry_of(place);
-  u32 each = cost(work.z), end = begin + each * PAIRS;
-  if (blockIdx.x >= SHARES) from = begin;
-  // The share that `from` lies in ends at `to`; a group that begins where a share does is that share's.
-  u32 next = blockIdx.x < SHARES ? blockIdx.x + 1 : all ? (u32)(((u64)from * SHARES + (u32)all - 1) / (u32)all) : 0;
-  u32 to = min(end, (u32)(all * next / SHARES));
-  int first = each ? (from - begin + each - 1) / each : 0, last = each ? (to - begin + each - 1) / each : 0;
-  if (work.y >= 0 && first < last) {
+  if (TABLE_BITS <= HIGH && (u32)__cvta_generic_to_shared(dynamic) != SHARED_BASE) __trap();
 #define TAKE(B)                                             \
   if constexpr (LOW <= B && B <= HIGH)                      \
     if (work.z == B) {                                      \
-      if constexpr (B < TABLE_BITS) run_low<(B < 4 ? B : 4)>(a, work, first, last, dynamic);    \
-      else run_high<(B > 4 ? B : 4)>(a, work, first, last, dynamic);                           \
+      if constexpr (B < TABLE_BITS) run_low<(B < 4 ? B : 4)>(a, work, dynamic); else run_high<(B > 4 ? B : 4)>(a, work, dynamic); \
     }
-    EACH_WIDTH
-  }
-  wait_for_earlier();
+  EACH_WIDTH
+  if (!FIRST) wait_for_earlier();
 }
+#endif

@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
-import re
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -118,20 +117,6 @@ def shared_bytes(device: int) -> int:
     return device_attribute("MAX_SHARED_MEMORY_PER_BLOCK_OPTIN", device)
 
 
-def resident_blocks(shared: int, wanted: int, device: int) -> int:
-    """Blocks that the device holds at once.
-
-    Args:
-        shared: Dynamic shared memory of a block, bytes.
-        wanted: Blocks of a multiprocessor that registers allow.
-        device: CUDA device index.
-    """
-    room = device_attribute("MAX_SHARED_MEMORY_PER_MULTIPROCESSOR", device)
-    fitting = room // (shared + reserved_shared_bytes(device))
-    processors = device_attribute("MULTIPROCESSOR_COUNT", device)
-    return processors * max(1, min(wanted, fitting))
-
-
 def machine_code(source: str, defines: Mapping[str, Define], capability: int) -> bytes:
     """As `compile_source`, from the user's cache where it was compiled before."""
     version = _check(nvrtc.nvrtcVersion())
@@ -152,9 +137,7 @@ def machine_code(source: str, defines: Mapping[str, Define], capability: int) ->
 
 
 def _text(source: str) -> bytes:
-    """A file of this package, with the files that it includes in place of the lines that say so."""
-    text = files("pw_kernels").joinpath(source).read_bytes()
-    return re.sub(rb'^#include "(.+)"$', lambda found: _text(found[1].decode()), text, flags=re.M)
+    return files("pw_kernels").joinpath(source).read_bytes()
 
 
 def compile_source(source: str, defines: Mapping[str, Define], capability: int) -> bytes:

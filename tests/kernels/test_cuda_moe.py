@@ -13,15 +13,13 @@ nvrtc = pytest.importorskip(
     "pw_kernels.nvrtc", reason="needs cuda-bindings, as torch's CUDA builds"
 )
 cuda_moe = pytest.importorskip("pw_kernels.cuda_moe")
-cuda_prompt = pytest.importorskip("pw_kernels.cuda_prompt")
 
 on_gpu = pytest.mark.skipif("os.environ['TRITON_INTERPRET'] == '1'", reason="TRITON_INTERPRET=1")
 BLOCK = {
     "FLOAT16": 0, "TOP_K": 4, "ROWS": 2816, "COLS": 2048, "ROW_TILES": 88, "COL_TILES": 16,
     "PLANES": 8, "PP": 22, "LP": 44, "PAGE_SHIFT": 15, "GATED": 1, "KIND": 0, "BIAS": 0,
-    "LOW": 2, "HIGH": 4, "NT": 1, "BLOCKS": 1, "TABLE_BITS": 5, "SHARED_BASE": 1024, "FIRST": 1,
-    "CLASS": 0, "WK": 2, "STAGES": 2, "RESIDENT": 65536, "PINGPONG": 1, "SHARES": 264,
-    "COSTS": cuda_moe._costs(),
+    "CLASS": 0, "LOW": 2, "HIGH": 4, "NT": 1, "WK": 2, "ITEMS": 1, "BLOCKS": 1, "STAGES": 2,
+    "TABLE_BITS": 5, "SHARED_BASE": 1024, "EXPAND": 0, "FIRST": 1, "RESIDENT": 65536, "PINGPONG": 0,
 }  # fmt: skip
 
 
@@ -39,14 +37,14 @@ def compile_source() -> Any:
 
 @pytest.mark.parametrize("capability", [80, 90, 100])
 def test_compiles_ahead_of_time(compile_source: Any, capability: int) -> None:
-    for source, defines in (
-        ("moe.cu", {}),
-        ("moe.cu", {"GATED": 0, "ROWS": 1000, "COLS": 712, "ROW_TILES": 32, "COL_TILES": 6}),
-        ("moe.cu", {"FLOAT16": 1, "CLASS": 1, "LOW": 5, "HIGH": 8, "WK": 4, "KIND": 1, "FIRST": 0}),
-        ("prompt.cu", {"NT": 8, "KIND": 2, "LOW": 3}),
-        ("prompt.cu", {"NT": 16, "GATED": 0, "LOW": 7, "HIGH": 8, "BIAS": 1}),
-    ):  # fmt: skip
-        assert len(compile_source(source, BLOCK | defines, capability)) > 1000
+    for defines in (
+        {},
+        {"GATED": 0, "ROWS": 1000, "COLS": 712, "ROW_TILES": 32, "COL_TILES": 6, "BIAS": 1},
+        {"FLOAT16": 1, "CLASS": 1, "LOW": 5, "HIGH": 8, "WK": 4, "ITEMS": 2, "KIND": 1},
+        {"NT": 8, "KIND": 2},
+        {"EXPAND": 1, "HIGH": 8},
+    ):
+        assert len(compile_source("moe.cu", BLOCK | defines, capability)) > 1000
     with pytest.raises(ValueError, match=r"moe\.cu does not compile"):
         compile_source("moe.cu", BLOCK | {"TABLE_BITS": "nonsense"}, capability)
 
@@ -65,12 +63,9 @@ def test_machine_code_is_compiled_once(
 
 
 @pytest.mark.parametrize("slots", [1, 32, 128, 512, 2048, 20000])
-@pytest.mark.parametrize("room", [99 << 10, 163 << 10, 227 << 10])
+@pytest.mark.parametrize("room", [99 << 10, 227 << 10])
 def test_the_chosen_plan_fits_the_gpu(slots: int, room: int) -> None:
     plan = cuda_moe.choose_plan(slots, 60, room)
-    if isinstance(plan, cuda_moe.PromptPlan):
-        assert cuda_prompt.shared_bytes(8, plan.token_tiles) <= room
-        return
     for low, high, tuning in plan.classes:
         for bits in range(low, high + 1):
             assert cuda_moe._shared_bytes(bits, plan, tuning) <= room
@@ -136,10 +131,10 @@ ALL_WIDTHS = [2, 3, 4, 5, 6, 7, 8]
 @pytest.mark.gpu
 @on_gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("token_tiles", [1, 2, 4])
+@pytest.mark.parametrize("token_tiles", [1, 2, 4, 8])
 @pytest.mark.parametrize("register_bits", [3, 4])
 def test_all_widths_in_one_launch(token_tiles: int, register_bits: int, dtype: torch.dtype) -> None:
-    low, high = cuda_moe.Tuning(2, 1, stages=3), cuda_moe.Tuning(2, 1, resident=32 << 10)
+    low, high = cuda_moe.Tuning(2, 1, stages=3), cuda_moe.Tuning(2, 1, items=2)
     if token_tiles > 2:
         low = cuda_moe.Tuning(2, 1)
     call = Call(ALL_WIDTHS * 2, 392, 96, tokens=60, top_k=3, dtype=dtype)
@@ -169,18 +164,19 @@ def test_activations_and_biases(activation: str) -> None:
 @pytest.mark.gpu
 @on_gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("token_tiles", [4, 8, 16])
-def test_prompts(token_tiles: int, dtype: torch.dtype) -> None:
-    plan = cuda_moe.PromptPlan(token_tiles)
-    Call(ALL_WIDTHS, 392, 96, tokens=300, dtype=dtype).check(plan=plan)
+@pytest.mark.parametrize("scratch", [1, 1 << 20])  # bytes: one expert at a time, or all
+def test_prompts(monkeypatch: pytest.MonkeyPatch, scratch: int, dtype: torch.dtype) -> None:
+    monkeypatch.setattr(cuda_moe, "PROMPT_SLOTS", 1)
+    monkeypatch.setattr(cuda_moe.cuda_prefill, "SCRATCH_BYTES", scratch)
+    Call(ALL_WIDTHS, 392, 96, tokens=300, dtype=dtype).check()
     biases: dict[str, Any] = {
         "gate_up_bias": torch.randn(3, 128).cuda(),
         "down_bias": torch.randn(3, 264).cuda(),
     }
-    Call([3, 6, 4], 264, 64, tokens=200, dtype=dtype, activation="gelu", **biases).check(plan=plan)
+    Call([3, 6, 4], 264, 64, tokens=200, dtype=dtype, activation="gelu", **biases).check()
     call = Call([4] * 3, 256, 64, tokens=40)
     call.ids[:] = torch.tensor([2, 3]).cuda()  # experts without tokens, and a slot without expert
-    call.check(plan=plan)
+    call.check()
 
 
 @pytest.mark.gpu
