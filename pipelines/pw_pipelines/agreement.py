@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -68,10 +69,14 @@ def measure_agreement(
     )
 
 
-def divergence(reference: Tensor, logits: Tensor) -> float:
-    """Mean KL in nats of softmax(logits) from the reference log-probabilities, [B, S, vocab]."""
+def divergence(reference: Tensor, logits: Tensor, shares: Tensor | None = None) -> float:
+    """Mean KL in nats of softmax(logits) from the reference log-probabilities, [B, S, vocab].
+
+    `shares` are the reference probabilities, where many are compared with the same.
+    """
     other = logits.log_softmax(-1)
-    return float((reference.exp() * (reference - other)).sum(-1).double().mean())
+    gap = torch.sub(reference, other, out=other)
+    return float(gap.mul_(reference.exp() if shares is None else shares).sum(-1).double().mean())
 
 
 def spearman(a: NDArray[np.float64], b: NDArray[np.float64]) -> float:
@@ -90,6 +95,7 @@ def _divergences(
     parts = [model.logits(text, states) for states in others]
     for logits in model.logits(text, reference):
         expected = logits.log_softmax(-1)
+        shares = expected.exp()
         for index, part in enumerate(parts):
-            totals[index] += divergence(expected, next(part)) * expected.shape[1]
+            totals[index] += divergence(expected, next(part), shares) * expected.shape[1]
     return [total / text.shape[1] for total in totals]

@@ -22,9 +22,8 @@ from pw.config import QuantizeConfig
 from pw.models.checkpoint import Checkpoint
 from pw.models.dequantized import DequantizedBlocks
 from pw.store.artifact import Artifact
-from pw_kernels import codes, descents, places, splits
+from pw_kernels import descents, places, splits
 from pw_kernels.bitplane import dequantize
-from pw_kernels.codes import nearest_codes
 from pw_kernels.offline import kernels_for
 from pw_pipelines import quantize, sensitivity, trace
 from pw_pipelines.fitting import quantize_blocks
@@ -97,15 +96,7 @@ def _weighted(artifact: Artifact, checkpoint: Checkpoint, moments: Any) -> Tenso
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("module", [codes, descents, places, splits])
+@pytest.mark.parametrize("module", [descents, places, splits])
 def test_the_kernels_are_used(module: Any) -> None:
     name = module.__name__.rpartition(".")[2]
     assert kernels_for(name, "auto", torch.device("cuda"), module._agrees) is not None
-
-
-@pytest.mark.gpu
-def test_the_kernel_for_codes_agrees_on_many_rows() -> None:
-    tables, wanted = torch.randn(5000, 508, device="cuda"), torch.randn(5000, 7, device="cuda")
-    found = nearest_codes(tables, wanted, 2, backend="triton")
-    expected = nearest_codes(tables, wanted, 2, backend="torch")
-    assert (found != expected).float().mean() < 1e-3
