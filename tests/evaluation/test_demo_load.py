@@ -12,6 +12,7 @@ from pw.evaluation.demo.process import run_command, serving
 from pw.evaluation.demo.settings import LOAD_SHARE, heldout_documents
 from pw.evaluation.demo.timeline import Observer
 from support.demo import status_json
+from support.patience import PATIENCE
 
 
 def stream(*chunks: dict[str, Any]) -> httpx.Response:
@@ -125,7 +126,7 @@ def test_the_observer_settles_when_bits_are_back() -> None:
             observer = Observer(client, lambda line: shown.append(len(line.samples)), 0.001)
             following = asyncio.create_task(observer.follow())
             await asyncio.sleep(0)
-            assert await observer.settle(6.0, timeout=10)
+            assert await observer.settle(6.0, timeout=PATIENCE)
             assert len(observer.timeline.samples) >= 5
             assert not await observer.settle(7.0, timeout=0.01)
             following.cancel()
