@@ -6,14 +6,16 @@
 First each kernel is compared with the torch reference on the same random planes and tables, then
 all are timed: the median duration of the kernel itself, as the profiler reports it, over calls
 that rotate through the experts (so that nothing is read from the cache that a model would not
-find there). One table comes last.
+find there), with launches kept apart. "layer" is the whole of it, routing and last sum included,
+replayed from a CUDA graph as a model does, where launches overlap; the bf16 layer beside it has the
+same routing and last sum. One table comes last.
 """
 
 import argparse
 import json
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -24,7 +26,7 @@ import triton
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from pw_kernels import cuda_moe, reference
+from pw_kernels import cuda_dense, cuda_moe, nvrtc, reference
 from pw_kernels.bitplane import lut_bytes, padded_rows, plane_bytes
 from pw_kernels.pages import NO_PAGE, WeightPages
 
@@ -182,6 +184,40 @@ def kernel_times(calls: Sequence[Callable[[], Any]], rounds: int = 4) -> list[li
     return [times[i : i + each] for i in range(0, len(times), each)]
 
 
+def graph_time(run: Callable[[Any], Tensor], batches: Sequence[Any], replays: int = 30) -> float:
+    """Median microseconds of one call, from a CUDA graph of a call for each batch."""
+    for batch in batches:
+        run(batch)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = [run(batch) for batch in batches]
+    times = []
+    for _ in range(replays + 3):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end) * 1e3 / len(results))
+    return statistics.median(times[3:])
+
+
+def dense_layer(layer: Layer, batch: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+    """The unquantized layer in the form that models use."""
+    gate_up, down = layer.dense["gate_up"], layer.dense["down"]
+    return cuda_dense.dense_moe(*batch, gate_up, down, activation="silu")
+
+
+def kept_apart(model: Model, tokens: int) -> cuda_moe.Plan | None:
+    """The plan that would be chosen, but no launch begins before the last has ended."""
+    slots = tokens * model.top_k
+    if slots >= cuda_moe.PROMPT_SLOTS * model.experts:
+        return None  # the form for prompts, where no kernel that is timed overlaps
+    plan = cuda_moe.choose_plan(slots, model.experts, nvrtc.shared_bytes(0))
+    return replace(plan, overlap=False)
+
+
 def module_times(
     layer: Layer, batches: Sequence[Any], plan: cuda_moe.Plan | None
 ) -> dict[str, float]:
@@ -238,6 +274,7 @@ def bench(options: argparse.Namespace) -> list[dict[str, Any]]:
     for tokens in options.tokens:
         batches = layer.batches(tokens)
         dense = dense_times(layer, batches)
+        dense["triton"]["layer"] = graph_time(lambda b: dense_layer(layer, b), batches)
         for kind, times in dense.items():
             for module, micros in times.items():
                 records.append(
@@ -251,13 +288,15 @@ def bench(options: argparse.Namespace) -> list[dict[str, Any]]:
             if not error < 1e-2:
                 print(f"WRONG: {tokens} tokens, width {width}, relative error {error:.1e}")
                 continue
-            times = module_times(layer, batches, None)
-            for module in ("route", "gate_up", "down", "combine"):
+            times = module_times(layer, batches, kept_apart(model, tokens))
+            times["layer"] = graph_time(layer.run, batches)
+            for module in ("route", "gate_up", "down", "combine", "layer"):
                 record = {"tokens": tokens, "width": width, "module": module, "us": times[module]}
                 if module in layer.blocks:
                     blocks = layer.blocks[module]
                     read = statistics.mean(blocks.bytes_read(bits, t) for t in touched)
                     record |= {"bytes": int(read), "error": error}
+                if module in dense["triton"]:
                     record["ratio"] = dense["triton"][module] / times[module]
                 records.append(stamp | record)
         print(f"{tokens} tokens done", flush=True)
@@ -270,7 +309,7 @@ def table(records: list[dict[str, Any]]) -> str:
     widths = list(dict.fromkeys(r["width"] for r in records))
     lines = ["T    module   " + "".join(f"{w:>15}" for w in widths)]
     for tokens in dict.fromkeys(r["tokens"] for r in records):
-        for module in ("gate_up", "down", "route", "combine"):
+        for module in ("gate_up", "down", "layer", "route", "combine"):
             cells = []
             for width in widths:
                 r = by.get((tokens, module, width))

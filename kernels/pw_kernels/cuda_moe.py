@@ -40,6 +40,7 @@ class Tuning:
         items: Pairs of row tiles that a block takes, where tables are in shared memory.
         resident: Bytes of shared memory for tables, there: a block takes as many row tiles at once
             as fit, and the rest in turn.
+        pingpong: Two turns of the loop instead of one, so that no register is copied; up to 6 bits.
     """
 
     split: int
@@ -105,7 +106,7 @@ def choose_plan(slots: int, experts: int, shared_bytes: int = _ROOMY) -> Plan:
     if slots <= 4 * experts:
         return Plan(1, Tuning(2, 5), Tuning(4, 2, items=2, pingpong=True))
     if slots <= 24 * experts or shared_bytes < _ROOMY:
-        return Plan(2, Tuning(2, 4), Tuning(4, 2, items=2, pingpong=True))
+        return Plan(2, Tuning(2, 4), Tuning(4, 2, items=2))
     return Plan(4, Tuning(2, 3), Tuning(4, 1, items=2))
 
 

@@ -9,6 +9,7 @@
 //   TOP_K, BIAS, NT (token tiles of 8 in a group), WK (warps that split K of a row tile; a block has 2 * WK)
 //   ITEMS         pairs of row tiles that a block takes (tables in shared memory only)
 //   RESIDENT      bytes of shared memory for tables, 65536 at most: as many row tiles as fit are taken at once (the same)
+//   PINGPONG      1: two turns of the loop instead of one, so that no register is copied (the same, up to 6 bits)
 //   EXPAND        1: blocks are written out as matrices, for prompts, instead of multiplied
 //   STAGES        tiles in flight of a warp (tables in registers only);  BLOCKS: wanted on a multiprocessor
 //   FIRST         1: the first launch of its module, which waits for what the launches before it wrote
