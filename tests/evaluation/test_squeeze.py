@@ -10,8 +10,11 @@ import pytest
 from pw.errors import ConfigError
 from pw.evaluation.bench.squeeze import Squeeze, SqueezeRun, tight_budget
 from support.engines import make_artifact, open_engine
+from support.patience import PATIENCE
 
-SHORT = Squeeze(cycles=12, probes=2, steady_steps=8, ease_steps=40, max_long=6)
+SHORT = Squeeze(
+    cycles=12, probes=2, steady_steps=8, ease_steps=40, max_long=6, return_seconds=PATIENCE
+)
 
 
 @pytest.fixture(scope="module")
