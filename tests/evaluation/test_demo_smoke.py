@@ -27,6 +27,7 @@ SETTINGS = DemoSettings(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)  # it may have to make the artifact, and plays a wave of requests
 def test_the_demo_passes_its_own_checks(measured: tuple[Path, Any], tmp_path: Path) -> None:
     console = Console(file=io.StringIO(), width=120, soft_wrap=True, record=True)
     code = run_demo(SETTINGS, measured[0], tmp_path, console)
