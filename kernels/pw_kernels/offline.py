@@ -1,4 +1,4 @@
-"""Which of the kernels of the offline fits run on a device: tried once, on a small case each."""
+"""Which of the kernels of the offline fits run on a device: tried once, on few rows each."""
 
 from __future__ import annotations
 

@@ -69,12 +69,12 @@ class IndexedPlaces:
 
 
 def _agrees(kernels: ModuleType, device: torch.device) -> bool:
-    """Whether the kernels give what torch gives, on a small case."""
+    """Whether the kernels give what torch gives, on few rows of a usual size."""
     generator = torch.Generator().manual_seed(0)
-    codes = torch.randint(16, (2, 5, 90), generator=generator).to(device, torch.uint8)
-    tables = torch.randn(2, 5, 28, generator=generator).to(device)
-    values = torch.randn(2, 5, 3, 90, generator=generator).to(device)
-    found, expected = kernels.SortedPlaces(codes, 2, 3), IndexedPlaces(codes, 2, 3)
+    codes = torch.randint(256, (2, 5, 700), generator=generator).to(device, torch.uint8)
+    tables = torch.randn(2, 5, 508, generator=generator).to(device)
+    values = torch.randn(2, 5, 7, 700, generator=generator).to(device)
+    found, expected = kernels.SortedPlaces(codes, 2, 7), IndexedPlaces(codes, 2, 7)
     return torch.equal(found.levels(tables), expected.levels(tables)) and torch.allclose(
         found.sums(values), expected.sums(values), atol=1e-4
     )
