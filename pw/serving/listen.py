@@ -79,9 +79,14 @@ class Endpoint:
                 backlog=BACKLOG,
             )
         except (OSError, OverflowError) as error:
+            number = error.errno if isinstance(error, OSError) else None
+            elsewhere = number == errno.EADDRNOTAVAIL or isinstance(error, socket.gaierror)
             raise ConfigError(
-                f"cannot listen on {self.host}:{self.port}: {error}",
-                "choose another one with `--port`",
+                f"cannot listen on {self.host}:{self.port}: "
+                + (os.strerror(number).lower() if number in errno.errorcode else str(error)),
+                "`--host` must be an address of this machine, or 0.0.0.0 for all"
+                if elsewhere
+                else "choose another one with `--port`",
             ) from error
         # Connections inherit it. asyncio sets it only where a socket was made with its protocol's
         # number; without it, what is written in two pieces waits for an acknowledgement, 40 ms.

@@ -211,10 +211,10 @@ class WordTokenizer:
     def spelling(self, token_id: int) -> str:
         return STORY[token_id] if token_id < len(STORY) else str(token_id)
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
+    def render_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
         if messages[0]["role"] == "system":
             raise RequestError("System role not supported", param="messages")
-        return self.encode(" ".join(message["content"] for message in messages))
+        return " ".join(message["content"] for message in messages)
 
     @staticmethod
     def _id(word: str) -> int:

@@ -201,6 +201,16 @@ def test_a_text_of_megabytes_is_not_encoded_whole(served, monkeypatch, path):
     assert encoded == [16384] * 2
 
 
+@pytest.mark.parametrize("path", [CHAT, "/tokenize"])
+def test_a_template_that_blows_a_conversation_up_is_refused(served, monkeypatch, path):
+    tokenizer = served.context.encoder._tokenizer
+    monkeypatch.setattr(tokenizer, "render_chat", lambda messages, **options: "x" * (33 << 20))
+    monkeypatch.delattr(type(tokenizer), "encode")
+    body = {"messages": [{"role": "user", "content": "1"}]}
+    message = check_error(served.http.post(path, json=body), 400, param="messages")
+    assert "34603008" in message
+
+
 def test_a_strict_server_names_the_unknown_field(start):
     with start(config=ServingConfig(("fake",), strict=True)) as served:
         body = {"prompt": "1", "user": "me", "a_field_of_tomorrow": 1}

@@ -36,9 +36,9 @@ class Watched(WordTokenizer):
     def __init__(self):
         self.seen = []
 
-    def encode_chat(self, messages, **options):
+    def render_chat(self, messages, **options):
         self.seen.append((messages, options))
-        return [1, 2]
+        return "1 2"
 
 
 @pytest.fixture(scope="module")

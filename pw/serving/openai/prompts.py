@@ -14,6 +14,7 @@ from pw.serving.process.engine_protocol import TokenizerProtocol
 
 T = TypeVar("T")
 
+_MOST_RENDERED = 32 << 20  # characters; a template may make more of a body than it is worth
 _CHARACTERS = 4  # to a token; a text that has no more of them than fit is encoded at once
 
 
@@ -78,18 +79,25 @@ class PromptEncoder:
         Args:
             messages: As the template takes them.
             options: Of the template.
-            max_tokens: Messages that must have more than these are refused before they are
-                encoded; None: none are.
+            max_tokens: A conversation that must have more than these is refused before it is
+                encoded; None: none is.
 
         Raises:
             RequestError: With the template's own sentence.
         """
 
         def encode_all() -> list[EncodedPrompt]:
+            variables = dict(options)
+            special = variables.pop("add_special_tokens", False)  # templates write their own
+            text = self._tokenizer.render_chat(messages, **variables)
+            if len(text) > _MOST_RENDERED:
+                raise RequestError(
+                    f"conversation renders to more than {_MOST_RENDERED} characters: {len(text)}",
+                    param="messages",
+                )
             if max_tokens is not None:
-                said = "".join(message["content"] for message in messages)
-                self._check_length(said, max_tokens, "messages")
-            token_ids = self._tokenizer.encode_chat(messages, **options)
+                self._check_length(text, max_tokens, "messages")
+            token_ids = self._tokenizer.encode(text, add_special_tokens=special)
             if not token_ids:
                 raise RequestError("conversation renders to an empty prompt", param="messages")
             return [EncodedPrompt(token_ids)]

@@ -72,7 +72,7 @@ class TokenizerProtocol(Protocol):
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether `encode_chat` can work."""
+        """Whether `render_chat` can work."""
 
     @property
     def chat_template(self) -> str:
@@ -97,8 +97,8 @@ class TokenizerProtocol(Protocol):
     def spelling(self, token_id: int) -> str:
         """The vocabulary's own form of one token."""
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
-        """Token ids of a conversation.
+    def render_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
+        """Text of a conversation in the model's template, special tokens spelled out.
 
         Raises:
             RequestError: With the chat template's own sentence.
