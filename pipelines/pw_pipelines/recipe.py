@@ -7,7 +7,7 @@ run again. The artifact keeps its recipe, as `recipe.toml`; running that gives t
 from __future__ import annotations
 
 import tomllib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -60,12 +60,19 @@ def load_recipe(path: str | Path) -> Recipe:
     tuned = "tune" in data
     tables = {name: data.pop(name, {}) for name in _TABLES}
     model, output = data.pop("model", None), data.pop("output", None)
-    if data or not isinstance(model, str) or not isinstance(output, str):
+    if data:
         raise ConfigError(
-            f"recipe must name `model` and `output`, both strings, and may have the tables "
-            f"{', '.join(_TABLES)}: `{path}`",
-            f"unknown: {', '.join(data)}" if data else "",
+            f"recipe has what no stage knows: `{next(iter(data))}`: `{path}`",
+            f"it may have `model`, `output` and the tables {', '.join(_TABLES)}",
         )
+    if not isinstance(model, str) or not isinstance(output, str):
+        raise ConfigError(
+            f"recipe must name `model` and `output`, both strings: `{path}`",
+            'for example: model = "tiny" and output = "tiny.pw", above all tables',
+        )
+    for name, table in tables.items():
+        if not isinstance(table, dict):
+            raise ConfigError(f"recipe's `{name}` must be a table: `{table}`", f"write `[{name}]`")
     if tables["quantize"].get("max_bits") == "auto":
         del tables["quantize"]["max_bits"]
     calibration = _settings(CalibrationConfig, tables["calibration"], "calibration")
@@ -106,6 +113,11 @@ def run(
 
 
 def _settings(kind: Any, values: Any, table: str, **others: Any) -> Any:
+    known = [f.name for f in fields(kind) if f.name not in others]
+    if unknown := [name for name in values if name not in known]:
+        raise ConfigError(
+            f"recipe table `{table}` has no setting `{unknown[0]}`", f"it has {', '.join(known)}"
+        )
     try:
         return kind(**values, **others)
     except TypeError as error:

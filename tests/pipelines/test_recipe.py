@@ -59,10 +59,17 @@ def test_a_recipe_runs_all_stages_once(tmp_path: Path, monkeypatch: pytest.Monke
     [
         ("model = ", "not TOML"),
         ('model = "tiny"', "must name `model` and `output`"),
-        ('model = "tiny"\noutput = "a.pw"\nbits = 3', "may have the tables"),
-        ('model = "tiny"\noutput = "a.pw"\n[quantize]\nbits = 3', "`quantize` is not valid"),
-        ('model = "tiny"\noutput = "a.pw"\n[evaluation]\ntask = 1', "`evaluation` is not valid"),
-        ('model = "tiny"\noutput = "a.pw"\n[tune]\nwidth = 3', "`tune` is not valid"),
+        ('model = "tiny"\noutput = "a.pw"\nbits = 3', "what no stage knows: `bits`"),
+        ('model = "tiny"\noutput = "a.pw"\nquantize = 3', "`quantize` must be a table: `3`"),
+        (
+            'model = "tiny"\noutput = "a.pw"\n[quantize]\nbits = 3',
+            "`quantize` has no setting `bits`",
+        ),
+        (
+            'model = "tiny"\noutput = "a.pw"\n[evaluation]\ntask = 1',
+            "`evaluation` has no setting `task`",
+        ),
+        ('model = "tiny"\noutput = "a.pw"\n[tune]\nwidth = 3', "`tune` has no setting `width`"),
         ('model = "tiny"\noutput = "a.pw"\n[quantize]\nmin_bits = 4', "min_bits must be 2 or 3"),
     ],
 )
