@@ -2,10 +2,10 @@
 
 Two things differ. A GPU sums in another order and multiplies in TF32: from equal moments its fit is
 as good, block for block. And it computes dense weights in the checkpoint's bf16, a CPU in fp32:
-near ties of the router fall the other way (a hundred of 15,000 here), so moments differ by up to
-17 % in a block and the fit ends in another local optimum. Single blocks then differ by up to 11 % in
-what the fit minimises, and more in what it does not; totals of all blocks by 0.4 % (measured on a
-CPU that was made to compute in bf16).
+near ties of the router fall the other way (some 40 of 15,000 choices here), so moments differ by up
+to 17 % in a block and the fit ends in another local optimum. Single blocks then differ by up to
+11 % in what the fit minimises, and more in what it does not; totals of all blocks by 0.4 %
+(measured on a CPU that was made to compute in bf16).
 """
 
 from __future__ import annotations
