@@ -58,7 +58,9 @@ def test_every_command_has_help_and_the_common_flags(command: str) -> None:
         ("quantize tiny --workers 0", 2, "--workers must be at least 1: 0", ""),
         ("serve x --xyzzy", 2, "no such option: --xyzzy", "see `pw serve --help`"),
         ("serve x --hepl", 2, "no such option: --hepl", "see `pw serve --help`"),
-        ("serve x --pipeline-parallel-size 2", 2, "no such option: --pipel", "one GPU only"),
+        ("serve x --pipeline-parallel-size 2", 2, "no such option: --pipel", "--tensor-parallel"),
+        ("serve x --quantization awq", 2, "no such option: --quant", "an artifact says how"),
+        ("calibrate x --tensor-parallel-size 2", 2, "no such option: --tensor", "torchrun"),
         ("serve x --data_parallel_size=2", 2, "no such option: --data", "several servers"),
         ("serve x --trust-remote-code", 2, "no such option: --trust", "never run here"),
         ("serve --model x", 2, "no such option: --model", "MODEL comes first"),
@@ -105,7 +107,7 @@ def test_what_is_no_artifact_is_refused_with_the_line_to_run(command: str, tmp_p
     checkpoint = tmp_path / "Mixtral-8x7B-v0.1"
     checkpoint.mkdir()
     (checkpoint / "config.json").write_text("{}")
-    tail = ("hi",) if command == "generate" else ()
+    tail = {"generate": ("hi",), "serve": ("--port", "0")}.get(command, ())
 
     done = run(command, str(checkpoint), *tail)
     assert done.code == 3
@@ -137,14 +139,14 @@ def test_an_artifact_without_manifest_is_an_incomplete_copy(
     bad = tmp_path / "bad.pw"
     (bad / "planes.zarr").mkdir(parents=True)
     (bad / "config.json").write_text("{}")
-    done = run("serve", "bad.pw")
+    done = run("serve", "bad.pw", "--port", "0")
     assert done.code == 3
     assert done.err.startswith(
         "error: artifact without manifest.json, an incomplete copy: `bad.pw`"
     )
     assert "-o bad-quantized.pw`" in done.err
     (bad / "planes.zarr").rmdir()
-    assert "`pw calibrate bad.pw -o bad-quantized.pw`" in run("serve", "bad.pw").err
+    assert "`pw calibrate bad.pw -o bad-quantized.pw`" in run("serve", "bad.pw", "--port", "0").err
 
 
 def test_a_taken_port_is_found_before_the_model_is_loaded() -> None:

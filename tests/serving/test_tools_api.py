@@ -198,6 +198,9 @@ def test_earlier_calls_reach_the_template_as_objects(served):
     assert assistant["tool_calls"][0]["function"]["arguments"] == {"city": "Oslo"}
     assert assistant["content"] == ""
     assert (result["role"], result["tool_call_id"]) == ("tool", "a")
+    earlier["arguments"] = '{"city": "Os'  # cut short
+    create(served, "x", messages=messages)
+    assert seen(served)[-1][0][1]["tool_calls"][0]["function"]["arguments"] == '{"city": "Os'
     earlier["arguments"] = "[1]"
     with pytest.raises(openai.BadRequestError, match="must be a JSON object"):
         create(served, "x", messages=messages)

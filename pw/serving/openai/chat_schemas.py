@@ -60,18 +60,25 @@ class EarlierCall(BaseModel):
     function: CalledFunction
 
     def for_template(self) -> dict[str, Any]:
-        """The call with its arguments as an object, which is what templates spell out."""
+        """The call with its arguments as an object, which is what templates spell out.
+
+        Arguments that an answer's end has cut short come back from clients as they are: the
+        template gets their text.
+        """
         arguments: Any = self.function.arguments
         if isinstance(arguments, str):
             try:
                 arguments = orjson.loads(arguments or "{}")
             except ValueError:
-                arguments = None
+                return self._spelled(arguments)
         if not isinstance(arguments, dict):
             raise RequestError(
                 f"arguments of the call to `{self.function.name[:64]}` must be a JSON object",
                 param="messages",
             )
+        return self._spelled(arguments)
+
+    def _spelled(self, arguments: Any) -> dict[str, Any]:
         function = {"name": self.function.name, "arguments": arguments}
         return {"id": self.id, "type": "function", "function": function}
 
