@@ -181,7 +181,7 @@ class EngineConfig:
     max_num_batched_tokens: int = 512  # tokens in one step
     max_num_queued_reqs: int = 256
     enforce_eager: bool = False  # no CUDA graphs: slower, for debugging
-    async_scheduling: bool = True  # decode steps in graphs are launched before the last is read
+    async_scheduling: bool = False  # decode steps in graphs are launched before the last is read
     min_bits: int | None = None  # None: the artifact's
     max_bits: int | None = None
     load_format: str = "auto"  # "auto" | "dummy": random weights in the shape of a config
@@ -229,6 +229,12 @@ class EngineConfig:
             raise ConfigError(
                 "enable_expert_parallel needs several ranks, tensor_parallel_size is 1",
                 "give --tensor-parallel-size too",
+            )
+        if self.enable_expert_parallel and self.policy.kind == "static" and self.policy.path:
+            raise ConfigError(
+                f"a file gives each expert widths of its own, with enable_expert_parallel {size} "
+                f"experts share one: `{self.policy}`",
+                "use static:<bits> or adaptive, or leave --enable-expert-parallel out",
             )
         if size > 1 and self.planner.residual == "exact":
             raise ConfigError(

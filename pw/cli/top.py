@@ -122,7 +122,8 @@ def render(view: View, width: int) -> RenderableType:
     from rich.text import Text
 
     parts: list[RenderableType] = [_head(view), Text(), *_figures(view, width), Text()]
-    parts += [*_memory(view.status["bytes"], width), Text()]
+    ranks = view.status.get("ranks", [])
+    parts += [*_memory(view.status["bytes"], len(ranks), width), *_ranks(ranks), Text()]
     if view.status["layer_bits"]:
         parts += [_layers(view.status["layer_bits"], width), Text()]
     parts.append(_requests(view.requests.get("requests", [])))
@@ -179,8 +180,8 @@ def _figures(view: View, width: int) -> Iterator[Table]:
         yield table
 
 
-def _memory(held: dict[str, int], width: int) -> Iterator[Text]:
-    """A bar of the budget by class, and what its colours mean."""
+def _memory(held: dict[str, int], ranks: int, width: int) -> Iterator[Text]:
+    """A bar of the budget by class, and what its colours mean; alike on all ranks."""
     from rich.text import Text
 
     classes = [(name, *look, held[name]) for name, look in _CLASSES.items() if held[name]]
@@ -192,9 +193,19 @@ def _memory(held: dict[str, int], width: int) -> Iterator[Text]:
         drawn = upto
         legend.append("■", colour)
         legend.append(f" {words} {format_bytes(size)}".replace(" ", "\N{NO-BREAK SPACE}") + "   ")
-    yield Text(f"memory, {format_bytes(held['budget'])}")
+    each = f" on each of {ranks} ranks" if ranks else ""
+    yield Text(f"memory, {format_bytes(held['budget'])}{each}")
     yield bar
     yield legend
+
+
+def _ranks(ranks: list[dict[str, int]]) -> Iterator[Text]:
+    """What ranks hold that differs between them, where several share the model."""
+    from rich.text import Text
+
+    for rank, held in enumerate(ranks):
+        dense, host = format_bytes(held["dense"]), format_bytes(held["host"])
+        yield Text(f"rank {rank}: dense weights {dense}, planes on the host {host}", "dim")
 
 
 def _layers(layer_bits: dict[str, float], width: int) -> Text:

@@ -115,6 +115,12 @@ class AsyncEngine:
         """Whether a fault of its own ended the engine; nothing brings it back."""
         return self._failure is not None
 
+    @property
+    def failure(self) -> str | None:
+        """That fault in a line; None of an engine that has not failed."""
+        error = self._failure
+        return None if error is None else f"{type(error).__name__}: {error}"
+
     def healthy(self) -> bool:
         """Whether the thread lives and has made a turn of its loop lately."""
         if self._failure is not None or not self._thread.is_alive():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import socket
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -14,6 +15,7 @@ from rich.console import Console
 from pw.cli import main
 from pw.cli.top import View, curve, render
 from pw.config import format_bytes
+from pw.engine.request import EngineStatus
 from pw.serving.context import ServingConfig
 from support.patience import PATIENCE
 from tests.serving.conftest import Served, serving
@@ -63,6 +65,30 @@ def test_the_bar_is_as_wide_as_the_screen_and_in_proportion() -> None:
         assert bar.count("·") == pytest.approx(100 * held["free"] / held["budget"], abs=1)
         assert max(map(len, lines)) <= 100
         assert sum(line.count(" 6.00") for line in lines) == 49  # 48 layers and their mean
+
+
+class SharedEngine(MovingEngine):
+    """Two ranks, of which the second holds fewer dense weights."""
+
+    def status(self) -> EngineStatus:
+        status = super().status()
+        second = replace(status.bytes, dense=3 << 20, host=5 << 30)
+        return replace(status, ranks=(status.bytes, second))
+
+
+def test_every_rank_has_a_line() -> None:
+    with (
+        serving(SharedEngine(2, 4)) as served,
+        httpx.Client(base_url=served.url, timeout=PATIENCE) as client,
+    ):
+        view = View(served.url)
+        view.look(client)
+    first, second = view.status["ranks"]
+    assert first["dense"] == view.status["bytes"]["dense"] != second["dense"]
+    text = show(view)
+    assert f"memory, {format_bytes(first['budget'])} on each of 2 ranks" in text
+    assert f"rank 0: dense weights {format_bytes(first['dense'])}" in text
+    assert "rank 1: dense weights 3.00 MiB, planes on the host 5.00 GiB" in text
 
 
 def test_requests_are_listed() -> None:

@@ -33,6 +33,7 @@ class FakeEngine:
         self.max_model_len = max_model_len
         self.alive = True
         self.failed = False
+        self.failure: str | None = None
         self.calls: dict[str, tuple[list[int], SamplingParams]] = {}
         self.aborted: list[str] = []
         self.running = 0

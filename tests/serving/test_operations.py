@@ -57,6 +57,14 @@ def test_health_tells_why_not(start):
         assert reasons() == {"engine_unhealthy"}
         served.engine.failed = True
         assert reasons() == {"engine_failed"}
+        lost = "rank 1 of 2 has ended: SIGKILL"
+        for failure, detail in (
+            (f"EngineLostError: {lost}", {"detail": lost}),
+            ("OSError: /a/private/path", {}),  # nobody needs a key here
+        ):
+            served.engine.failure = failure
+            answer = served.http.get("/health/ready")
+            assert answer.json() == {"reason": "engine_failed"} | detail
         assert served.metrics()[f"pw:engine_up{{{LABELS}}}"] == 0
 
 

@@ -6,6 +6,7 @@ import logging
 import time
 
 from pw.engine.request import EngineStatus
+from pw.errors import EngineLostError
 from pw.serving.limits import AdmissionGate
 from pw.serving.process.engine_protocol import AsyncEngineProtocol
 
@@ -65,6 +66,11 @@ class Health:
         self, engine: AsyncEngineProtocol, gate: AdmissionGate, progress: Progress
     ) -> None:
         self._engine, self._gate, self._progress = engine, gate, progress
+
+    def detail(self) -> str | None:
+        """What ended the engine, where it can be told to anybody: a rank or a device was lost."""
+        kind, _, text = (self._engine.failure or "").partition(": ")
+        return text or None if kind == EngineLostError.__name__ else None
 
     def not_ready(self) -> str | None:
         """Why new requests should go elsewhere; None when they are taken and served."""

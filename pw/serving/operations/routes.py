@@ -75,7 +75,11 @@ def _add_health(router: APIRouter, context: ServingContext) -> None:
     async def ready() -> Response:
         """200 when new requests are taken and served, else 503 with the reason."""
         reason = context.health.not_ready()
-        return Response() if reason is None else JsonResponse({"reason": reason}, status_code=503)
+        if reason is None:
+            return Response()
+        detail = context.health.detail()
+        body = {"reason": reason} | ({} if detail is None else {"detail": detail})
+        return JsonResponse(body, status_code=503)
 
 
 def _add_status(router: APIRouter, context: ServingContext) -> None:

@@ -51,6 +51,10 @@ class AsyncEngineProtocol(Protocol):
     def failed(self) -> bool:
         """Whether a fault of its own ended the engine; nothing brings it back."""
 
+    @property
+    def failure(self) -> str | None:
+        """That fault in a line; None of an engine that has not failed."""
+
     def healthy(self) -> bool:
         """Whether the engine's loop has made a turn lately."""
 

@@ -119,6 +119,11 @@ class RemoteEngine:
         """Whether the engine's process has ended by itself; nothing brings it back."""
         return self._failure is not None
 
+    @property
+    def failure(self) -> str | None:
+        """What the process has said at its end, or that it has ended."""
+        return self._failure
+
     def healthy(self) -> bool:
         """Whether the engine's loop has made a turn lately."""
         return self._watch is not None and not (self.failed or self._stalled or self._stopping)

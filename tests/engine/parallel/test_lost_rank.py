@@ -58,8 +58,7 @@ def test_a_killed_rank_ends_the_replica_and_the_streams(qwen: tuple[Any, Path]) 
             assert outputs[-1].error_code == "engine_failed"
             assert engine.failed
             assert not engine.healthy()
-            assert engine._failure is not None
-            assert "rank 1 of 2 has ended: SIGKILL" in engine._failure
+            assert engine.failure == "EngineLostError: rank 1 of 2 has ended: SIGKILL"
             await until(lambda: not alive(engine.pid))
             assert process.end(1.0) == "exit code 1"
         finally:

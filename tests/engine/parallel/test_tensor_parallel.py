@@ -103,5 +103,7 @@ def test_settings_that_make_no_sense_together_are_refused(qwen: tuple[Any, Path]
         open_engine(qwen[1], enable_expert_parallel=True)
     with pytest.raises(ConfigError, match="residual exact needs all of an expert on one rank: 2"):
         open_engine(qwen[1], planner_residual="exact", **TWO)
+    with pytest.raises(ConfigError, match=r"2 experts share one: `static:bits\.json`"):
+        open_engine(qwen[1], "static:bits.json", enable_expert_parallel=True, **TWO)
     with pytest.raises(ConfigError, match=r"must be at least 1 .*: 0"):
         open_engine(qwen[1], tensor_parallel_size=0)
