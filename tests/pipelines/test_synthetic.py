@@ -9,10 +9,14 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from pw.config import CalibrationConfig
 from pw.models.architecture import Architecture
 from pw.models.checkpoint import Checkpoint
+from pw.models.resolve import resolve_model
 from pw.models.shards import ShardIndex
-from pw_pipelines.synthetic import write
+from pw.models.tokenizer import load_tokenizer
+from pw_pipelines.calibration import calibration_set
+from pw_pipelines.synthetic import write, write_text
 
 CONFIGS = Path(__file__).parents[2] / "pipelines" / "recipes" / "configs"
 SHAPES = {path.stem: json.loads(path.read_text()) for path in sorted(CONFIGS.glob("*.json"))}
@@ -56,3 +60,11 @@ def test_what_is_written_is_a_checkpoint(shape: str, tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
     model.save_pretrained(tmp_path / "again")
     assert ShardIndex.open(tmp_path / "again").keys() == shards.keys()
+
+
+def test_random_text_gives_all_samples_that_are_asked_for(tmp_path: Path) -> None:
+    write_text(tmp_path / "text.jsonl", 3, 50)
+    config = CalibrationConfig(str(tmp_path / "text.jsonl"), 3, 50)
+    found = calibration_set(config, load_tokenizer(resolve_model("tiny")))
+    assert found.windows.shape == (3, 50)
+    assert len(set(found.documents)) == 3
