@@ -67,4 +67,4 @@ def test_random_text_gives_all_samples_that_are_asked_for(tmp_path: Path) -> Non
     config = CalibrationConfig(str(tmp_path / "text.jsonl"), 3, 50)
     found = calibration_set(config, load_tokenizer(resolve_model("tiny")))
     assert found.windows.shape == (3, 50)
-    assert len(set(found.documents)) == 3
+    assert found.available >= 3
