@@ -80,11 +80,11 @@ class Endpoint:
                 backlog=BACKLOG,
             )
         except (OSError, OverflowError) as error:
-            number = error.errno if isinstance(error, OSError) else None
+            number = getattr(error, "errno", None) or 0  # negative where a name is not known
             elsewhere = number == errno.EADDRNOTAVAIL or isinstance(error, socket.gaierror)
             raise ConfigError(
                 f"cannot listen on {self.host}:{self.port}: "
-                + (os.strerror(number).lower() if number in errno.errorcode else str(error)),
+                + (os.strerror(number).lower() if number > 0 else str(error)),
                 "`--host` must be an address of this machine, or 0.0.0.0 for all"
                 if elsewhere
                 else "choose another one with `--port`",

@@ -115,8 +115,13 @@ def test_the_banner_of_a_unix_socket_names_it() -> None:
 def test_a_taken_port_is_known_before_anything_is_loaded() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{port}"):
+        with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{port}: ") as caught:
             Endpoint(port=port).check_free()
+    assert "--port" in caught.value.hint
+    assert "attempting" not in caught.value.message
+    with pytest.raises(ConfigError, match=r"cannot listen on 192\.0\.2\.1:0: ") as caught:
+        Endpoint("192.0.2.1", 0).check_free()  # an address kept for documentation
+    assert "--host" in caught.value.hint
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
