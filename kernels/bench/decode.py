@@ -260,6 +260,7 @@ def main() -> None:
                     load_format="dummy",
                     max_num_seqs=max(options.batches),
                     max_model_len=options.max_model_len,
+                    async_scheduling=True,
                 ),
             )
             print(f"{policy}: started in {time.perf_counter() - began:.1f} s")

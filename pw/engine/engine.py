@@ -123,6 +123,7 @@ class Engine:
             return None
         with self._books:
             output = self._end(sequence, "abort")
+            self._launcher.drop_dead()
         if self._config.trace_requests:
             self._parts.trace.write("abort", step=self._launcher.step, id=request_id)
         return output
@@ -136,7 +137,9 @@ class Engine:
         """
         with self._books:
             running = list(self._parts.scheduler.running)
-            return [self._end(sequence, "error", error, code) for sequence in running]
+            outputs = [self._end(sequence, "error", error, code) for sequence in running]
+            self._launcher.drop_dead()
+        return outputs
 
     def waits(self, request_id: str) -> bool:
         """Whether a request is in the queue and nothing of it has been computed yet."""
@@ -170,6 +173,7 @@ class Engine:
         computed = self._computer.read(flight)
         with self._books:
             self._take_step_in(flight, computed)
+            self._launcher.drop_dead()
             self._last_step_time = time.monotonic()
         return self._hand_out()
 

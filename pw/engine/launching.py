@@ -55,7 +55,7 @@ class Launcher:
     def next(self) -> Flight | None:
         """The step to be read next: the one on its way, or a new one; None when nothing can run."""
         flight, self._ahead = self._ahead, None
-        if flight is not None and any(chunk.lives for chunk in flight.chunks):
+        if flight is not None:
             return flight
         with self._books:
             if not self._at_safe_point:
@@ -75,6 +75,12 @@ class Launcher:
             chunks = self._parts.scheduler.schedule_ahead(flight.chunks)
         self._ahead = self._launch(chunks or [], flight)
         self._at_safe_point = self._ahead is None
+
+    def drop_dead(self) -> None:
+        """Forget the step on its way if none of its sequences runs any more: it is not counted."""
+        if self._ahead is not None and not any(chunk.lives for chunk in self._ahead.chunks):
+            self._ahead = None
+            self.step -= 1
 
     def safe_point(self, *, idle: bool) -> None:
         """Let bits change: nothing is launched meanwhile."""

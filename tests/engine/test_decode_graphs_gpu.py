@@ -107,9 +107,8 @@ def test_a_graph_stays_right_while_bits_change(qwen: tuple[Any, Path]) -> None:
             engine.check_integrity()
         return tokens
 
-    settings: dict[str, Any] = {"enable_prefix_caching": False, "async_scheduling": False}
-    plain = open_engine(qwen[1], enforce_eager=True, **settings, **WHERE)
-    assert serve(captured(qwen[1], **settings)) == serve(plain)
+    plain = open_engine(qwen[1], enforce_eager=True, enable_prefix_caching=False, **WHERE)
+    assert serve(captured(qwen[1], enable_prefix_caching=False)) == serve(plain)
 
 
 def test_steps_that_overlap_give_the_tokens_of_those_that_do_not(qwen: tuple[Any, Path]) -> None:

@@ -134,8 +134,7 @@ def test_bits_may_change_between_any_two_steps(qwen: tuple[Any, Path]) -> None:
             engine.check_integrity()
         return tokens
 
-    settings: dict[str, Any] = {"enable_prefix_caching": False, "async_scheduling": False}
-    packed, stepped = (open_engine(qwen[1], **settings) for _ in range(2))
+    packed, stepped = (open_engine(qwen[1], enable_prefix_caching=False) for _ in range(2))
     sizes = with_steps(stepped)
     assert serve(stepped) == serve(packed)
     assert len(sizes) > 15
@@ -211,7 +210,7 @@ def test_no_operation_of_a_decode_step_waits_for_the_device(kind: str, tmp_path:
     """From the forward pass to the draw; what the kernels do inside is not torch's."""
     sizes = {"head_dim": 16, "global_head_dim": 16} if "gemma" in kind else {"head_dim": 16}
     _, artifact = make_artifact(kind, tmp_path, **sizes)  # the fast kernels on a CPU want 16
-    engine = open_engine(artifact, "static:4")
+    engine = open_engine(artifact, "static:4", async_scheduling=True)
     with_steps(engine)
     launch, decodes = engine._computer.launch, []
 
