@@ -1,0 +1,159 @@
+"""The source of the CUDA MoE, run on a CPU: the same decoders, page look-ups and sums as on a GPU.
+
+The .cu file is compiled as C++ with `support/cuda_on_cpu.h` in place of what a GPU has. It shows
+what a kernel computes, not what it races with: for that there is compute-sanitizer.
+"""
+
+import ctypes
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import silu
+
+import pw_kernels
+from pw_kernels import reference, testing
+from pw_kernels.bitplane import TILE_BYTES
+from pw_kernels.pages import WeightPages
+
+SUPPORT = Path(__file__).parents[1] / "support"
+PAGE_BYTES = 4096
+WIDTHS = [2, 3, 4, 5, 6, 7, 8]
+SLOTS = 8  # of a group
+INSTRUCTIONS = [  # defined by cuda_on_cpu.h
+    "prmt", "lop3", "mad", "mad_wide", "load_stream", "load_written", "multiply", "to_half",
+    "wait_for_earlier", "let_next_begin", "copy_async", "commit", "wait", "entry",
+]  # fmt: skip
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+
+
+def as_cpp(call: str) -> str:
+    """moe.cu without single instructions and types, and with an entry that makes `call`."""
+    source = Path(pw_kernels.__file__).with_name("moe.cu").read_text()
+    source = re.sub(r"typedef unsigned .*;\n", "", source)
+    for name in INSTRUCTIONS:
+        source = without(name, source)
+    source = source.replace("extern __shared__ __align__(128)", 'extern "C"')
+    entry = f'extern "C" void kernel(const void* all) {{ {call} }}'
+    return f'#include "cuda_on_cpu.h"\n{source}\n{entry}\n'
+
+
+def without(name: str, source: str) -> str:
+    """The source without definitions of a function, which end in their line or at the margin."""
+    kept, inside, found = [], False, False
+    for line in source.split("\n"):
+        if re.match(rf"(template <[^>]*> )?DI \w+ {name}\(", line):
+            found, inside = True, line.count("{") > line.count("}")
+        elif inside:
+            inside = line != "}"
+        else:
+            kept.append(line)
+    assert found, name
+    return "\n".join(kept)
+
+
+def compile_kernel(folder: Path, call: str, defines: dict[str, int]) -> Any:
+    """A library with `run(arguments, columns, rows, threads)`."""
+    (folder / "kernel.cpp").write_text(as_cpp(call))
+    library = folder / "kernel.so"
+    files = [folder / "kernel.cpp", SUPPORT / "cuda_on_cpu.cpp"]
+    options = ["-O1", "-w", "-std=c++17", "-fPIC", "-shared", "-fno-strict-aliasing"]
+    macros = [f"-D{key}={value}" for key, value in defines.items()]
+    command = ["g++", *options, *macros, f"-I{SUPPORT}", *files, "-o", library]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[:4000]
+    return ctypes.CDLL(str(library))
+
+
+class Arguments(ctypes.Structure):
+    """`Arguments` of moe.cu."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in (
+            "x", "arena", "plane_pages", "lut_pages", "bias", "weights", "work", "slots", "out"
+        )),
+        ("slot_count", ctypes.c_int),
+        ("groups", ctypes.c_int),
+        ("tile_bytes", ctypes.c_uint),
+    )  # fmt: skip
+
+
+def blocks(rows: int, cols: int) -> tuple[torch.Tensor, WeightPages, dict[str, int]]:
+    """An arena with a block of each width, and the constants that describe them."""
+    pages = 60 * len(WIDTHS) + 3 * rows * cols * len(WIDTHS) // PAGE_BYTES
+    arena = testing.ScatteredArena(pages, PAGE_BYTES)
+    placed = testing.random_blocks(arena, rows, cols, WIDTHS)
+    constants = {
+        "FLOAT16": 0, "KIND": 0, "BIAS": 0, "CLASS": 0, "LOW": 2, "HIGH": 8, "NT": 1, "WK": 4,
+        "ITEMS": 1, "BLOCKS": 1, "STAGES": 2, "TABLE_BITS": 5, "EXPAND": 0, "FIRST": 1,
+        "RESIDENT": 65536, "PINGPONG": 1, "ROWS": rows, "COLS": cols, "ROW_TILES": -(-rows // 32),
+        "COL_TILES": -(-cols // 128), "PLANES": placed.plane_pages.shape[1],
+        "PP": placed.plane_pages.shape[2], "LP": placed.lut_pages.shape[1],
+        "PAGE_SHIFT": PAGE_BYTES.bit_length() - 1,
+    }  # fmt: skip
+    return arena.data, placed, constants
+
+
+def pointers(*tensors: torch.Tensor) -> list[int]:
+    return [tensor.data_ptr() for tensor in tensors]
+
+
+@pytest.mark.parametrize("gated", [True, False])
+def test_every_width_of_the_decode_kernel(tmp_path: Path, gated: bool) -> None:
+    rows, cols, tokens, top_k = (192, 264, 12, 3) if gated else (160, 392, 12, 3)
+    arena, placed, constants = blocks(rows, cols)
+    ids = torch.stack([torch.randperm(len(WIDTHS))[:top_k] for _ in range(tokens)]).flatten()
+    count = len(ids)
+    groups, work = [], []
+    for expert, width in enumerate(WIDTHS):
+        for part in (ids == expert).nonzero().flatten().split(SLOTS):
+            places = torch.full((SLOTS,), count, dtype=torch.int32)
+            places[: len(part)] = part
+            work.append([len(groups), expert, width, int(placed.lut_offset[expert])])
+            groups.append(places)
+    work.append([0, -1, 0, 0])  # a group that is not needed
+    slots = torch.stack([*groups, groups[0]])
+    x = torch.randn(tokens if gated else count, cols).bfloat16()
+    weights, list_ = torch.rand(count), torch.tensor(work, dtype=torch.int32)
+    out = torch.full((count, rows // 2 if gated else rows), torch.nan)
+    out = out.bfloat16() if gated else out
+    where = pointers(x, arena, placed.plane_pages, placed.lut_pages)
+    arguments = Arguments(
+        *where, 0, *pointers(weights, list_, slots, out), count, len(slots), TILE_BYTES
+    )
+    constants |= {"TOP_K": top_k, "GATED": int(gated)}
+    library = compile_kernel(tmp_path, "experts(*(const Arguments*)all);", constants)
+    pairs = (constants["ROW_TILES"] + 1) // 2
+    library.run(ctypes.byref(arguments), pairs, len(slots), 256)
+    want = torch.empty(count, rows)
+    for slot, expert in enumerate(ids.tolist()):
+        matrix = reference.decode_block(arena, placed, expert, torch.bfloat16)
+        want[slot] = matrix @ x[slot // top_k if gated else slot].float()
+    if gated:
+        want = (silu(want[:, : rows // 2]) * want[:, rows // 2 :]).bfloat16().float()
+    else:
+        want *= weights[:, None]
+    assert (out.float() - want).norm() <= (1e-3 if gated else 1e-6) * want.norm()
+
+
+def test_expanded_blocks_are_the_reference_s_to_the_bit(tmp_path: Path) -> None:
+    rows, cols = 72, 200
+    arena, placed, constants = blocks(rows, cols)
+    out = torch.zeros(len(WIDTHS), rows, cols).bfloat16()
+    counts = torch.ones(len(WIDTHS), dtype=torch.int32)
+    counts[3] = 0  # no token: its block is left alone
+    tables = (placed.bits, placed.lut_offset, counts)
+    where = pointers(torch.empty(0), arena, placed.plane_pages, placed.lut_pages)
+    arguments = Arguments(*where, 0, 0, 0, 0, out.data_ptr(), 0, 0, TILE_BYTES)
+    constants |= {"TOP_K": 1, "GATED": 0, "EXPAND": 1, "FIRST": 0, "RESIDENT": 0, "TABLE_BITS": 3}
+    lists = ", ".join(f"(const int*){tensor.data_ptr()}ull" for tensor in tables)
+    library = compile_kernel(tmp_path, f"expand(*(const Arguments*)all, {lists}, 0);", constants)
+    library.run(ctypes.byref(arguments), constants["ROW_TILES"], len(WIDTHS), 256)
+    for expert in range(len(WIDTHS)):
+        want = reference.decode_block(arena, placed, expert, torch.bfloat16)
+        assert torch.equal(out[expert].float(), want if counts[expert] else torch.zeros(rows, cols))
