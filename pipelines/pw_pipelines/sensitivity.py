@@ -133,7 +133,8 @@ class BlockErrors:
         if fresh:
             self._room = _cache_bytes(errors.device)
         if key not in self._energies:
-            self._energies[key] = errors.double().square().sum(1).float().cpu()
+            sums = [width.double().square().sum(0) for width in errors]  # one at a time in float64
+            self._energies[key] = torch.stack(sums).float().cpu()
         if errors.nbytes <= self._room:
             self._kept[key] = errors
             self._room -= errors.nbytes
