@@ -121,7 +121,8 @@ def uncaptured(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_ranks_commit_the_same_bits_at_the_same_steps(
     artifact: Path, threads: list[FollowerThread], by_expert: bool
 ) -> None:
-    engine, followed = squeezed(artifact, threads, enable_expert_parallel=by_expert)
+    settings = {"enable_expert_parallel": by_expert, "async_scheduling": True}
+    engine, followed = squeezed(artifact, threads, **settings)
     if by_expert:  # and in fixed shapes, that overlap
         engine._parts.runner.capture(8)
     settle(engine)
@@ -220,7 +221,7 @@ def test_fixed_shapes_for_decoding_are_the_same_on_all_ranks(
     prompts = [random_prompt(length, length) for length in (33, 5, 40)]
     expected = [done.token_ids for done in plain.generate(prompts, GREEDY)]
     for by_expert in (False, True):
-        settings = TWO | {"enable_expert_parallel": by_expert}
+        settings = TWO | {"enable_expert_parallel": by_expert, "async_scheduling": True}
         engine = open_engine(artifact, "static:4", **settings)
         engine._parts.runner.capture(8)
         assert engine._parts.runner.steps is not None
