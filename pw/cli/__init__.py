@@ -80,13 +80,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     sys.exit(code)
 
 
+_OF_THE_ENGINE = (
+    "of commands that run an engine; offline work is shared by `torchrun ... -m pw calibrate`"
+)
+
 # Flags of other servers that a command here does not have, and what to do.
-_ONE_GPU = "one GPU only, several are not supported: leave it out"
 _ELSEWHERE = {
-    "--tensor-parallel-size": "of `pw serve` alone: leave it out",
-    "--pipeline-parallel-size": _ONE_GPU,
-    "--data-parallel-size": "start several servers behind a balancer: docs/operations.md",
-    "--enable-expert-parallel": "of `pw serve` alone: leave it out",
+    "--tensor-parallel-size": _OF_THE_ENGINE,
+    "--pipeline-parallel-size": "ranks share every layer: use --tensor-parallel-size",
+    "--data-parallel-size": "start several servers behind a balancer: docs/scale.md",
+    "--enable-expert-parallel": _OF_THE_ENGINE,
+    "--quantization": "an artifact says how it is quantized: leave it out",
+    "--enable-chunked-prefill": "prompts are always read in pieces: leave it out",
+    "--disable-log-requests": "prompts are logged only with --enable-log-requests",
     "--trust-remote-code": "code of a model is never run here: leave it out",
     "--model": "MODEL comes first and without a flag",
 }

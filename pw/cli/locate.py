@@ -107,7 +107,7 @@ def _config_file(model: str) -> Path:
         found = path.parent / "configs" / f"{path.stem}.json"
     if found.suffix != ".json" or not found.is_file():
         raise ConfigError(
-            f"no model config: `{model}`",
+            f"no model config: `{found}`",
             "name a config.json, its folder, or a recipe like pipelines/recipes/mixtral-8x7b.toml",
         )
     return found

@@ -160,6 +160,13 @@ def _serve(
     ready = process.wait_until_ready()
     if not quiet:
         _show_plan(ready.status, ready.info.concurrency)
+    if ready.status.max_model_len < (config.max_model_len or 0):
+        logger.warning(
+            "contexts of --max-model-len %s tokens do not fit: %s at most; a larger "
+            "--memory-budget lets them be longer",
+            f"{config.max_model_len:,}",
+            f"{ready.status.max_model_len:,}",
+        )
     if endpoint is None:
         return 0
     if (template := api.template()) is not None:

@@ -81,7 +81,7 @@ class Endpoint:
             )
         except (OSError, OverflowError) as error:
             number = getattr(error, "errno", None) or 0  # negative where a name is not known
-            elsewhere = number == errno.EADDRNOTAVAIL or isinstance(error, socket.gaierror)
+            elsewhere = number < 0 or number == errno.EADDRNOTAVAIL
             raise ConfigError(
                 f"cannot listen on {self.host}:{self.port}: "
                 + (os.strerror(number).lower() if number > 0 else str(error)),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -150,3 +151,24 @@ def test_a_server_that_is_not_there_is_one_line() -> None:
 
     with pytest.raises(PwError, match=r"no model at http://server.*all connection attempts"):
         run_in_virtual_time(run(TARGET, [Request("x", 1)], Pace(), httpx.MockTransport(refuse)))
+
+
+@pytest.mark.parametrize(
+    ("status", "message", "error", "hint"),
+    [
+        (401, "API key is missing", "the server needs an API key: http://server", "--api-key"),
+        (400, "maximum context length is 9", "maximum context length", "--random-input-len"),
+        (500, "broken", "first answer failed: HTTP 500: broken", ""),
+    ],
+)
+def test_what_a_server_refuses_has_a_hint(status: int, message: str, error: str, hint: str) -> None:
+    def refuse(request: httpx.Request) -> httpx.Response:
+        if status != 401 and request.url.path == "/v1/models":
+            return httpx.Response(200, json={"data": [{"id": "m"}]})
+        return httpx.Response(status, json={"error": {"message": message}})
+
+    target = replace(TARGET, model=None)
+    with pytest.raises(PwError, match=error) as caught:
+        run_in_virtual_time(run(target, [Request("x", 1)], Pace(), httpx.MockTransport(refuse)))
+    assert hint in caught.value.hint
+    assert bool(hint) == bool(caught.value.hint)

@@ -122,6 +122,9 @@ def test_a_taken_port_is_known_before_anything_is_loaded() -> None:
     with pytest.raises(ConfigError, match=r"cannot listen on 192\.0\.2\.1:0: ") as caught:
         Endpoint("192.0.2.1", 0).check_free()  # an address kept for documentation
     assert "--host" in caught.value.hint
+    with pytest.raises(ConfigError, match=r"cannot listen on nowhere\.invalid:0: ") as caught:
+        Endpoint("nowhere.invalid", 0).check_free()
+    assert "--host" in caught.value.hint
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])

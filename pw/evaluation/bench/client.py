@@ -74,7 +74,12 @@ async def run(
         client_run = _Run(client, target, model, pace)
         warm = await client_run.ask(_short(requests[0]))
         if warm.error is not None:
-            raise PwError(f"the server's first answer failed: {warm.error}")
+            raise PwError(
+                f"the server's first answer failed: {warm.error}",
+                "--random-input-len and --random-output-len set the lengths"
+                if "context" in warm.error
+                else "",
+            )
         started = time.perf_counter()
         timings = await client_run.all(requests)
     ended = max((t.last for t in timings if t.last is not None), default=time.perf_counter())
@@ -84,6 +89,11 @@ async def run(
 async def _first_model(client: httpx.AsyncClient) -> str:
     try:
         answer = await client.get("/v1/models")
+        if answer.status_code == 401:
+            raise PwError(
+                f"the server needs an API key: {client.base_url}",
+                "give it with `--api-key` or in the environment variable PW_API_KEY",
+            )
         answer.raise_for_status()
         return str(answer.json()["data"][0]["id"])
     except (httpx.HTTPError, ValueError, KeyError, IndexError, TypeError) as error:
