@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from pw.engine import AsyncEngine
 from pw.engine.request import SamplingParams
 from pw.serving.context import ServingConfig
 from support.engines import make_artifact, open_engine, random_prompt, tight_budget
+from support.patience import PATIENCE
 from tests.serving.browser import Page, needs_browser
 from tests.serving.conftest import serving
 from tests.serving.show_dashboard import MovingEngine
@@ -51,8 +53,10 @@ def test_a_squeeze_as_it_is_seen(artifact: Path, driver: Any) -> None:
     settings = {"planner_low_watermark": 0.01, "planner_idle_grace_seconds": 2.0}
     engine = open_engine(artifact, memory_budget=budget, **settings)
 
+    seen = threading.Event()
+
     def load(url: str) -> None:
-        for round_ in range(4):
+        for round_ in itertools.count():
             asks = [
                 threading.Thread(
                     target=httpx.post,
@@ -63,7 +67,7 @@ def test_a_squeeze_as_it_is_seen(artifact: Path, driver: Any) -> None:
                             "max_tokens": 60,
                             "ignore_eos": True,
                         },
-                        "timeout": 60,
+                        "timeout": PATIENCE,
                     },
                 )
                 for seed in range(6)
@@ -72,17 +76,22 @@ def test_a_squeeze_as_it_is_seen(artifact: Path, driver: Any) -> None:
                 ask.start()
             for ask in asks:
                 ask.join()
+            if seen.is_set():
+                return
 
     with serving(AsyncEngine(engine), engine.tokenizer, ServingConfig(("real",))) as running:
         driver.get(running.url)
         page = Page(driver, running.url)
         page.wait_for("bits", r"^6\.00$")
-        clients = threading.Thread(target=load, args=(running.url,))
+        clients = threading.Thread(target=load, args=(running.url,), daemon=True)
         clients.start()
-        page.wait_for("bits", r"^[2-5]\.\d\d$")
-        page.wait_for("plans", "kv_pressure|kv_forecast|kv allocation")
-        page.wait(lambda: "KV cache" in page.text("bar-legend"), "KV in the legend")
-        clients.join()
+        try:
+            page.wait_for("bits", r"^[2-5]\.\d\d$")
+            page.wait_for("plans", "kv_pressure|kv_forecast|kv allocation")
+            page.wait(lambda: "KV cache" in page.text("bar-legend"), "KV in the legend")
+        finally:
+            seen.set()
+            clients.join(PATIENCE)
         page.wait_for("bits", r"^6\.00$")
         page.wait_for("requests", "none now")
         blocks = engine.status().blocks_by_bits
