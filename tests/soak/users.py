@@ -180,7 +180,12 @@ class Users:
             headers={"content-type": "application/json"},
             timeout=PATIENCE,
         )
-        if answer.status_code in (400, 404, 413) and answer.json()["error"]["message"]:
+        if (
+            answer.status_code == httpx.codes.SERVICE_UNAVAILABLE
+            and "retry-after" in answer.headers
+        ):
+            self.outcomes.counts["rejected"] += 1  # by a full queue, before it was read
+        elif answer.status_code in (400, 404, 413) and answer.json()["error"]["message"]:
             self.outcomes.counts["refused"] += 1
         else:
             self.outcomes.wrong("nonsense not refused", f"{answer.status_code} {answer.text}")
