@@ -91,7 +91,8 @@ def test_a_trade_pays_for_itself_and_moves_each_block_once(view, transfer, spare
     assert not set(trade.up.block.tolist()) & set(trade.down.block.tolist())
     hot = (view.bits < np.minimum(view.floors, view.ceil)).any()
     after = apply(view, trade).bits
-    assert hot or damage_at(view, after) < damage_at(view, view.bits)
+    assert hot or trade.gain > 0
+    assert hot or damage_at(view, after) <= damage_at(view, view.bits)  # a sum may swallow the gain
     assert trade.gain == pytest.approx(damage_at(view, view.bits) - damage_at(view, after))
     assert (after >= np.minimum(view.floors, view.bits)).all()
     assert (after <= np.maximum(view.ceil, view.bits)).all()
