@@ -18,13 +18,13 @@ from torch import Tensor
 
 from pw.engine.experts import DenseExperts, PagedExperts, RoutedExperts
 from pw.engine.parallel import messages
+from pw.engine.parallel.rank_table import RankTable
 from pw.engine.parallel.seat import by_rank
 from pw.engine.runner import ModelRunner
 from pw.engine.sequence import Chunk
 from pw.engine.start.ground import Ground
 from pw.errors import StoreError
 from pw.memory.mover import Mover
-from pw.memory.page_table import WeightPageTable
 from pw.memory.pool import FREE, PagePool
 from pw.models.slicing import AllReduce
 
@@ -109,7 +109,7 @@ class Followed:
     def __init__(self, ground: Ground, all_reduce: AllReduce) -> None:
         self._ground, self._all_reduce = ground, all_reduce
         skeleton, source = ground.loaded.skeleton, ground.loaded.source
-        self._table: WeightPageTable | None = None
+        self._table: RankTable | None = None
         self._mover: Mover | None = None
         self.host_bytes = 0
         self._serials: dict[int, int] = {}  # of raises under way, by block
@@ -118,7 +118,7 @@ class Followed:
             experts: RoutedExperts = DenseExperts(ground.loaded.dense, *biases)
         else:
             store = ground.plane_store()
-            self._table = WeightPageTable(
+            self._table = RankTable(
                 source.geometry, ground.memory.layouts, ground.arena, ground.pool, store
             )
             self._mover = Mover(ground.arena, store, **ground.mover_settings())
@@ -135,6 +135,17 @@ class Followed:
         except (OSError, StoreError) as error:
             return str(error)
         return None
+
+    def compare(self) -> str:
+        """Check the page table, if there is one; what it says.
+
+        Raises:
+            AssertionError: It contradicts itself.
+        """
+        if self._table is None:
+            return ""
+        self._table.check_integrity()
+        return self._table.digest()
 
     def capture(self, most: int, agree: Callable[[bool], bool]) -> None:
         """Capture decode steps; keep them if all ranks have."""
@@ -179,7 +190,7 @@ class Followed:
             else:
                 self._runner.run(chunks)
 
-    def _make(self, change: messages.Change, table: WeightPageTable, mover: Mover) -> None:
+    def _make(self, change: messages.Change, table: RankTable, mover: Mover) -> None:
         match change:
             case messages.Load(bits):
                 table.load(np.array(bits, dtype=np.int64))

@@ -127,6 +127,9 @@ def _make_turns(followed: Followed, link: Link, group: RankGroup) -> None:
         if isinstance(message, messages.Fetch):
             link.send(messages.Fetched(followed.fetch(message.index, message.bits)))
             continue
+        if isinstance(message, messages.Compare):
+            link.send(messages.Compared(followed.compare()))
+            continue
         if isinstance(message, messages.Capture):
             followed.capture(message.most, group.agree)
             continue

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from pw.engine.experts import RoutedExperts
 from pw.engine.parallel import messages
+from pw.engine.parallel.rank_table import RankTable
 from pw.engine.parallel.team import Team
 from pw.engine.precision.policies import FixedPrecision
 from pw.engine.runner import ModelRunner
@@ -26,14 +27,14 @@ from pw.engine.sequence import Chunk
 from pw.errors import StoreError
 from pw.memory.kv_cache import KvCache
 from pw.memory.mover import Mover
-from pw.memory.page_table import Raise, WeightPageTable
+from pw.memory.page_table import Raise
 from pw.models.skeleton import Skeleton
 
 if TYPE_CHECKING:
     from pw.engine.sampling.logprobs import Scored
 
 
-class LeadTable(WeightPageTable):
+class LeadTable(RankTable):
     """A page table whose changes are the followers' too."""
 
     def __init__(self, *arguments: Any, team: Team) -> None:
@@ -67,6 +68,15 @@ class LeadTable(WeightPageTable):
         """See `WeightPageTable`."""
         self._team.note(messages.Cancel(index))
         super().cancel_raise(index)
+
+    def check_integrity(self) -> None:
+        """See `WeightPageTable`; of every rank, and all are alike.
+
+        Raises:
+            EngineLostError: A follower has ended, or has found its own table wrong.
+        """
+        super().check_integrity()
+        self._team.compare(self.digest())
 
 
 @dataclass

@@ -1,6 +1,7 @@
 """What rank 0 tells the other ranks, and what they answer. Frames as in `pw.engine.process.wire`.
 
-    to a follower     Follow, Budget, Capture, then Turn after Turn, Fetch where a LUT is on disk
+    to a follower     Follow, Budget, Capture, then Turn after Turn, Fetch where a LUT is on disk,
+                      Compare where somebody looks whether all is well
     from a follower   Here, Planned, Ready, then Progress where copies have ended; Lost at its end
 
 A turn is everything that has changed since the last one, in order, and the step to compute then, if
@@ -119,6 +120,10 @@ class Fetch(_Message):
     bits: int
 
 
+class Compare(_Message):
+    """Check the page table, and say what is in it. Answered by `Compared`."""
+
+
 class Capture(_Message):
     """Capture decode steps of up to so many sequences."""
 
@@ -150,6 +155,12 @@ class Fetched(_Message):
     error: str | None
 
 
+class Compared(_Message):
+    """What a page table says: a digest, the same on all ranks that have made the same turns."""
+
+    digest: str
+
+
 class Progress(_Message):
     """Raises, by serial, whose copies have ended on a rank since it last said so."""
 
@@ -165,8 +176,8 @@ class Lost(_Message):
     hint: str = ""
 
 
-ToFollower = Follow | Budget | Turn | Fetch | Capture
-FromFollower = Here | Planned | Ready | Fetched | Progress | Lost
+ToFollower = Follow | Budget | Turn | Fetch | Compare | Capture
+FromFollower = Here | Planned | Ready | Fetched | Compared | Progress | Lost
 
 
 def _path(kind: type[Any], value: Any) -> Any:

@@ -44,7 +44,14 @@ _COMPILE_SECONDS = 120.0  # of a step in which kernels are compiled, beside the 
 _LOOK_SECONDS = 0.25  # between looks at the clock
 _RECEIVE_BYTES = 1 << 16
 
-_Answer = TypeVar("_Answer", messages.Here, messages.Planned, messages.Ready, messages.Fetched)
+_Answer = TypeVar(
+    "_Answer",
+    messages.Here,
+    messages.Planned,
+    messages.Ready,
+    messages.Fetched,
+    messages.Compared,
+)
 
 
 def plan_digest(plan: MemoryPlan) -> str:
@@ -92,6 +99,10 @@ class Follower:
                         self._messages.append(message)
         taken, self._messages = self._messages, []
         return taken
+
+    def put_back(self, unread: list[messages.FromFollower]) -> None:
+        """Have the next `receive` give these first: ends of copies come between answers."""
+        self._messages = unread + self._messages
 
     def how_it_ended(self, seconds: float = 0.0) -> str | None:
         """How its process has ended, after waiting for so long; None if it lives."""
@@ -224,11 +235,28 @@ class Team:
 
         Raises:
             StoreError: One cannot.
+            EngineLostError: One does not answer.
         """
         self._send(messages.Fetch(index, bits))
-        for follower, answer in zip(self.followers, self._await(messages.Fetched), strict=True):
+        with self.watched(0):
+            answers = self._await(messages.Fetched)
+        for follower, answer in zip(self.followers, answers, strict=True):
             if answer.error is not None:
                 raise StoreError(f"rank {follower.rank}: {answer.error}")
+
+    def compare(self, digest: str) -> None:
+        """See that the page table of every follower says what ours does, once all is told.
+
+        Raises:
+            AssertionError: One says something else.
+        """
+        self.turn()
+        self._send(messages.Compare())
+        with self.watched():  # a follower may have steps to make before
+            answers = self._await(messages.Compared)
+        for follower, answer in zip(self.followers, answers, strict=True):
+            if answer.digest != digest:
+                raise AssertionError(f"rank {follower.rank} has another page table than rank 0")
 
     @contextlib.contextmanager
     def watched(self, seconds: float = _COMPILE_SECONDS) -> Iterator[None]:
@@ -316,14 +344,20 @@ class Team:
 
         Raises:
             PwError: A follower ends instead; its error, as if it had been raised here.
+            EngineLostError: They were given up, where the wait is watched.
         """
         return [self._answer(follower, kind) for follower in self.followers]
 
     def _answer(self, follower: Follower, kind: type[_Answer]) -> _Answer:
         while True:
-            for message in follower.receive(0.2):
+            found = follower.receive(0.2)
+            for place, message in enumerate(found):
                 if isinstance(message, kind):
+                    follower.put_back(found[:place] + found[place + 1 :])
                     return message
+            follower.put_back(found)
+            if self._given_up:
+                raise EngineLostError(self.reason(TimeoutError("one does not answer")))
             if (how := follower.how_it_ended()) is not None:
                 follower.receive(0)
                 lost = follower.lost

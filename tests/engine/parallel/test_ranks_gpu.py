@@ -1,0 +1,109 @@
+"""Two ranks on two GPUs: the tokens of one, from graphs too, and one plan under pressure."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pw.engine import Engine
+from pw.engine.request import SamplingParams
+from support.engines import make_artifact, open_engine, random_prompt
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
+]
+WHERE: dict[str, Any] = {"device": "cuda", "dtype": "float32"}
+TWO: dict[str, Any] = {"tensor_parallel_size": 2, "collective_timeout": 30.0}
+LENGTHS = (45, 1, 17, 30, 2, 64, 9)
+
+
+@pytest.fixture(scope="module")
+def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_artifact("qwen2_moe", tmp_path_factory.mktemp("shared"))[1]
+
+
+def answers(engine: Engine) -> list[list[int]]:
+    """Tokens of greedy and sampled requests that end at different times."""
+    params = [
+        SamplingParams(
+            temperature=0.8 * (seed % 2), seed=seed, max_tokens=6 + 5 * (seed % 4), ignore_eos=True
+        )
+        for seed in range(len(LENGTHS))
+    ]
+    prompts = [random_prompt(length, seed) for seed, length in enumerate(LENGTHS)]
+    done = engine.generate(prompts, params)
+    engine.check_integrity()
+    assert [one.error for one in done] == [None] * len(done)
+    return [one.token_ids for one in done]
+
+
+@pytest.fixture(scope="module")
+def expected(artifact: Path) -> list[list[int]]:
+    engine = open_engine(artifact, "static:4", enforce_eager=True, **WHERE)
+    tokens = answers(engine)
+    engine.close()
+    return tokens
+
+
+@pytest.mark.parametrize("eager", [True, False], ids=["eager", "graphs"])
+@pytest.mark.parametrize("by_expert", [False, True], ids=["slices", "experts"])
+def test_two_gpus_give_the_tokens_of_one(
+    artifact: Path, expected: list[list[int]], by_expert: bool, eager: bool
+) -> None:
+    engine = open_engine(
+        artifact,
+        "static:4",
+        enforce_eager=eager,
+        enable_expert_parallel=by_expert,
+        **(WHERE | TWO),
+    )
+    try:
+        assert (engine._parts.runner.steps is None) == eager
+        assert answers(engine) == expected
+    finally:
+        engine.close()
+    team = engine._parts.team
+    assert team is not None
+    assert team.followers[0].how_it_ended() is not None
+
+
+@pytest.mark.parametrize("by_expert", [False, True], ids=["slices", "experts"])
+def test_bits_move_on_both_gpus_alike(artifact: Path, by_expert: bool) -> None:
+    """Under pressure, graphs on: after each step both page tables are the same."""
+    settings: dict[str, Any] = {"enable_expert_parallel": by_expert, "planner_low_watermark": 0.01}
+    settings |= WHERE | TWO
+    roomy = open_engine(artifact, **settings)
+    status, pages = roomy.status(), roomy._parts.kv.pages_for_tokens(80)
+    roomy.close()
+    budget = status.bytes.total - status.bytes.free + pages * status.page_bytes
+    engine = open_engine(artifact, memory_budget=budget, **settings)
+    try:
+        assert engine._parts.runner.steps is not None
+        settle(engine)
+        greedy = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+        lowest = 6.0
+        for cycle in range(3):
+            for seed in range(3):
+                engine.add_request(f"{cycle}.{seed}", random_prompt(150, seed), greedy)
+            while engine.has_work():
+                assert [output.error for output in engine.step() if output.error] == []
+                engine.check_integrity()
+                lowest = min(lowest, engine.status().mean_bits)
+            settle(engine)
+        assert 2 <= lowest < 6
+    finally:
+        engine.close()
+
+
+def settle(engine: Engine) -> None:
+    """Let all planes come back."""
+    end = time.monotonic() + 20
+    while engine.status().mean_bits < 6:
+        assert time.monotonic() < end, engine.status()
+        engine.idle_turn()
+    engine.check_integrity()
