@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -202,6 +203,76 @@ def squeeze(
         raise typer.Exit(1)
 
 
+def matrix(
+    model: Served,
+    result: Result,
+    runtime: Runtime,
+    planner: Planner,
+    common: Common,
+    policy: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="dense, static:<bits> or adaptive:<bits> (planned widths in the bytes of so many "
+            "bits); repeatable (default: dense, static:6, :4, :3, adaptive:4, :3)."
+        ),
+    ] = None,
+    batch_size: Annotated[
+        list[int] | None, typer.Option(help="Requests at a time; repeatable (1, 4, 8, 32, 64).")
+    ] = None,
+    context: Annotated[
+        list[int] | None, typer.Option(help="Tokens of each context; repeatable (1024, 8192).")
+    ] = None,
+    steps: Annotated[int, typer.Option(help="Decode steps timed in each cell.")] = 100,
+    prompt_tokens: Annotated[
+        int, typer.Option(help="Tokens of a batch's real prompts, at most; contexts are filled.")
+    ] = 16384,
+    transformers: Annotated[
+        bool, typer.Option("--transformers", help="Its `generate` too, one sequence, same shape.")
+    ] = False,
+    longest_within: Annotated[
+        str | None,
+        typer.Option(metavar="BYTES", help="The longest context that each policy admits there."),
+    ] = None,
+) -> None:
+    """Policies side by side: decode steps, first tokens and bytes by batch size and context.
+
+    With --load-format dummy: transformers and long contexts of models that you do not have.
+    """
+    from dataclasses import asdict
+
+    from pw.config import parse_bytes
+
+    config = runtime.config(planner)
+    form = result.check(common)
+    if transformers and config.load_format != "dummy":
+        raise ConfigError("--transformers needs --load-format dummy: random weights on both sides")
+    path = model_folder(model, runtime, quiet=common.quiet)
+    budget = None if longest_within is None else parse_bytes(longest_within)
+
+    from pw.engine.start.ground import device_of
+    from pw.evaluation.bench.matrix import Matrix, longest_contexts, run_matrix
+    from pw.evaluation.bench.peers import transformers_generate
+    from pw.evaluation.bench.tables import report
+
+    given = {"policies": policy, "batches": batch_size, "contexts": context}
+    cells = Matrix(
+        steps=steps,
+        prompt_tokens=prompt_tokens,
+        **{name: tuple(value) for name, value in given.items() if value},  # type: ignore[arg-type]
+    )
+    tell = (lambda _: None) if common.quiet else (lambda text: typer.echo(text, err=True))
+    figures = {"model": model, "settings": asdict(cells)} | run_matrix(path, config, cells, tell)
+    if transformers:
+        figures["transformers"] = transformers_generate(path, device_of(config), cells.contexts)
+    if budget is not None:
+        fixed = [name for name in cells.policies if not name.startswith("adaptive")]
+        within = replace(config, memory_budget=budget)
+        figures["longest_contexts"] = longest_contexts(path, within, ["adaptive", *fixed])
+    if form == "md":
+        print(report(figures))
+    result.show("matrix", figures, common, printed=form == "md")
+
+
 def compare(
     runtime: Runtime,
     planner: Planner,
@@ -283,13 +354,13 @@ def bench_app() -> typer.Typer:
     """The group of commands."""
     app = typer.Typer(
         cls=_BenchGroup,
-        help="Measure speed and memory: throughput, latency, serve, squeeze; alone: compare.",
+        help="Measure speed and memory; `pw bench MODEL` is `pw bench compare MODEL`.",
         context_settings={"help_option_names": ["-h", "--help"]},
         rich_markup_mode="rich",
     )
-    panels = {
+    panels: dict[str, tuple[Callable[..., None], ...]] = {
         "In this process": (throughput, latency, squeeze),
-        "Against others": (serve, compare),
+        "Against others": (serve, compare, matrix),
     }
     for panel, functions in panels.items():
         for function in functions:

@@ -113,11 +113,14 @@ class Result:
             raise ConfigError(f"unknown output form: `{form}`", f"use {', '.join(FORMS)}")
         return form
 
-    def show(self, kind: str, result: dict[str, Any], common: Common) -> None:
-        """Print a result, and save it if asked to."""
+    def show(
+        self, kind: str, result: dict[str, Any], common: Common, *, printed: bool = False
+    ) -> None:
+        """Print a result unless it has been, and save it if asked to."""
         from pw.evaluation.bench.report import render, save
 
-        print(render([result], self.check(common)))
+        if not printed:
+            print(render([result], self.check(common)))
         if self.save_result:
             path = save(result, kind, self.result_dir, self.result_filename)
             if not common.quiet:

@@ -60,6 +60,20 @@ def test_latency_of_dummy_weights_under_every_policy(config: str, policy: str) -
     assert float(row["p50_tpot_ms"]) > 0
 
 
+def test_a_matrix_of_policies_beside_transformers(config: str, tmp_path: Path) -> None:
+    cells = ("--policy", "dense", "--policy", "static:3", "--batch-size", "2", "--context", "24")
+    others = ("--transformers", "--longest-within", "8MiB", "--steps", "3", "-q")
+    saved = ("--save-result", "--result-dir", str(tmp_path), "--result-filename", "matrix.json")
+    done = run("bench", "matrix", config, *DUMMY, *SMALL[:4], *cells, *others, *saved)
+    assert done.code == 0, done.err
+    assert "| static:3 | 2 | 24 |" in done.out
+    assert "| sdpa, grouped_mm | 24 |" in done.out
+    kept = json.loads((tmp_path / "matrix.json").read_text())
+    assert [cell["policy"] for cell in kept["cells"]] == ["dense", "static:3"]
+    assert {row["policy"] for row in kept["longest_contexts"]} == {"adaptive", "dense", "static:3"}
+    assert kept["machine"]["torch"]
+
+
 def test_squeeze_of_dummy_weights_finds_its_own_budget(config: str) -> None:
     flags = ("--cycles", "2", "--probes", "2", "--steady-steps", "4", "--max-model-len", "256")
     limits = ("--max-num-batched-tokens", "64", "--max-num-seqs", "6")
@@ -89,6 +103,9 @@ def test_generate_speaks_numbers_and_a_changed_config_is_another_folder(
         (("latency", "CONFIG", *DUMMY, "-o", "xml"), "unknown output form: `xml`"),
         (("latency", "CONFIG", *DUMMY, "--metric-percentiles", "50,x"), "not a list of percen"),
         (("latency", "CONFIG", *DUMMY, "--batch-size", "0"), "must be at least 1"),
+        (("matrix", "CONFIG", *DUMMY, "--policy", "replay:x"), "not a policy of the comparison"),
+        (("matrix", "CONFIG", *DUMMY, "--steps", "0"), "must be at least 1"),
+        (("matrix", "tiny", "--transformers"), "--transformers needs --load-format dummy"),
         (("squeeze", "CONFIG", *DUMMY, "--precision-policy", "static:3"), "only adaptive"),
         (("squeeze", "CONFIG", *DUMMY, "--memory-budget", "48MiB"), "beside the widest experts"),
         (("latency", "CONFIG", "--hf-overrides", "{}"), "is for --load-format dummy alone"),
@@ -122,7 +139,7 @@ def test_a_server_that_is_not_there_is_told_in_one_line() -> None:
 
 def test_bench_without_a_command_compares() -> None:
     done = run("bench", "--help")
-    assert all(name in done.out for name in ("throughput", "latency", "serve", "squeeze"))
+    assert all(name in done.out for name in ("throughput", "latency", "serve", "squeeze", "matrix"))
     alone = run("bench", "nowhere/at-all.pw")
     assert alone.code != 0
     assert "nowhere/at-all.pw" in alone.err

@@ -1,0 +1,142 @@
+"""What the comparison of policies says: ratios of its cells, and tables for people."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from pw.config import format_bytes
+
+_HEADS = (
+    "policy", "batch", "context", "tokens/s", "step p50, ms", "p99, ms", "first token, ms",
+    "mean bits", "experts read", "floor, ms", "step / floor",
+)  # fmt: skip
+_CLASSES = ("planes", "luts", "experts_dense", "dense", "kv", "free", "tables", "workspace", "host")
+
+
+def _measured(cells: Iterable[dict[str, Any]]) -> dict[tuple[str, int, int], dict[str, Any]]:
+    return {
+        (cell["policy"], cell["batch"], cell["context"]): cell
+        for cell in cells
+        if "left_out" not in cell
+    }
+
+
+def speedups(cells: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Tokens a second of each cell over those of the unquantized experts."""
+    found = _measured(cells)
+    return [
+        {"policy": policy, "batch": batch, "context": context}
+        | {"speedup": cell["tokens_per_second"] / dense["tokens_per_second"]}
+        for (policy, batch, context), cell in found.items()
+        if policy != "dense" and (dense := found.get(("dense", batch, context)))
+    ]
+
+
+def at_equal_bytes(cells: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Steps and bytes of planned widths over those of uniform widths."""
+    found = _measured(cells)
+    rows = []
+    for (policy, batch, context), cell in found.items():
+        uniform = found.get((policy.replace("adaptive", "static"), batch, context))
+        if not policy.startswith("adaptive") or uniform is None:
+            continue
+        mine, its = cell["bytes"], uniform["bytes"]
+        rows.append(
+            {"policy": policy, "batch": batch, "context": context}
+            | {"step_ratio": cell["itl_p50_ms"] / uniform["itl_p50_ms"]}
+            | {"weight_bytes_ratio": _weights(mine) / _weights(its)}
+            | {"total_bytes_ratio": _used(mine) / _used(its)}
+            | {"read_bytes_ratio": cell["read_bytes"]["total"] / uniform["read_bytes"]["total"]}
+        )
+    return rows
+
+
+def _weights(sizes: dict[str, int]) -> int:
+    return sizes["planes"] + sizes["luts"]
+
+
+def _used(sizes: dict[str, int]) -> int:
+    return sum(
+        sizes[name]
+        for name in ("planes", "luts", "experts_dense", "dense", "kv", "tables", "workspace")
+    )
+
+
+def line(cell: dict[str, Any]) -> str:
+    """A cell as a row of the table."""
+    name = f"| {cell['policy']} | {cell.get('batch', '')} | {cell.get('context', '')} "
+    if "left_out" in cell:
+        return f"{name}| {cell['left_out']} |"
+    first = cell["ttft_ms"]
+    return (
+        f"{name}| {cell['tokens_per_second']:.0f} | {cell['itl_p50_ms']:.3f} "
+        f"| {cell['itl_p99_ms']:.3f} | {'' if first is None else f'{first:.1f}'} "
+        f"| {cell['mean_bits']:.2f} | {cell['experts_read']:.1f} | {cell['floor_ms']:.3f} "
+        f"| {cell['over_floor']:.2f} |"
+    )
+
+
+def report(result: dict[str, Any]) -> str:
+    """All tables of a result."""
+    parts = [_table(_HEADS, map(line, result["cells"])), _bytes_table(result["cells"])]
+    if result["speedups_over_dense"]:
+        parts.append(_speedup_table(result["speedups_over_dense"]))
+    if result["adaptive_over_uniform"]:
+        heads = ("adaptive over uniform", "batch", "context", "step", "weights", "all bytes")
+        rows = (
+            f"| {row['policy']} | {row['batch']} | {row['context']} | {row['step_ratio']:.3f} "
+            f"| {row['weight_bytes_ratio']:.4f} | {row['total_bytes_ratio']:.4f} |"
+            for row in result["adaptive_over_uniform"]
+        )
+        parts.append(_table(heads, rows))
+    if result.get("transformers"):
+        heads = ("transformers generate", "context", "tokens/s", "p50, ms", "p99, ms", "first, ms")
+        rows = (
+            f"| {row['attention']}, {row['experts']} | {row['context']} "
+            f"| {row['tokens_per_second']:.1f} | {row['itl_p50_ms']:.2f} "
+            f"| {row['itl_p99_ms']:.2f} | {row['ttft_ms']:.1f} |"
+            for row in result["transformers"]
+        )
+        parts.append(_table(heads, rows))
+    if result.get("longest_contexts"):
+        heads = ("longest context", "budget", "tokens", "served", "bits before", "bits with it")
+        parts.append(_table(heads, map(_context_line, result["longest_contexts"])))
+    return "\n\n".join(parts)
+
+
+def _table(heads: Iterable[str], rows: Iterable[str]) -> str:
+    heads = tuple(heads)
+    return "\n".join([f"| {' | '.join(heads)} |", "|---" * len(heads) + "|", *rows])
+
+
+def _speedup_table(rows: list[dict[str, Any]]) -> str:
+    places = sorted({(row["context"], row["batch"]) for row in rows})
+    found = {(row["policy"], row["context"], row["batch"]): row["speedup"] for row in rows}
+    heads = ("over dense", *(f"{batch} x {context}" for context, batch in places))
+    lines = []
+    for policy in dict.fromkeys(row["policy"] for row in rows):
+        values = (found.get((policy, *place)) for place in places)
+        cells = ("" if value is None else f"{value:.2f}" for value in values)
+        lines.append(f"| {policy} | {' | '.join(cells)} |")
+    return _table(heads, lines)
+
+
+def _bytes_table(cells: list[dict[str, Any]]) -> str:
+    """Bytes by class at each policy's last cell."""
+    last = {cell["policy"]: cell for cell in cells if "left_out" not in cell}
+    lines = []
+    for policy, cell in last.items():
+        sizes = (format_bytes(cell["bytes"][name]) for name in _CLASSES)
+        lines.append(f"| {policy}, {cell['batch']} x {cell['context']} | {' | '.join(sizes)} |")
+    return _table(("bytes of", *_CLASSES), lines)
+
+
+def _context_line(row: dict[str, Any]) -> str:
+    name = f"| {row['policy']} | {format_bytes(row['budget'])} "
+    if "left_out" in row:
+        return f"{name}| does not fit | {row['left_out']} |"
+    return (
+        f"{name}| {row['context']} | {row['served']} | {row['mean_bits_before']:.2f} "
+        f"| {row['mean_bits_with_it']:.2f} |"
+    )

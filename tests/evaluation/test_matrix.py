@@ -1,0 +1,206 @@
+"""The comparison of policies: equal bytes, counted floors, contexts that nobody computes."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pw.config import EngineConfig, PlannerConfig, PrecisionPolicy
+from pw.engine import Engine
+from pw.errors import ConfigError, PwError
+from pw.evaluation.bench.filling import Ballast, fill
+from pw.evaluation.bench.floor import copy_bandwidth, step_bytes
+from pw.evaluation.bench.matrix import Matrix, longest_contexts, parse_policy, run_matrix
+from pw.evaluation.bench.peers import transformers_generate
+from pw.evaluation.bench.tables import at_equal_bytes, report, speedups
+from pw.models.stand_in import write_folder
+
+LAYERS, HIDDEN, INNER, EXPERTS, TOP_K, HEADS = 2, 64, 48, 6, 2, 2
+CONFIG = EngineConfig(memory_budget=48 << 20, device="cpu", load_format="dummy", max_num_seqs=4)
+SMALL = Matrix(
+    policies=("dense", "static:3", "adaptive:3"), batches=(1, 4), contexts=(48,), steps=3
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("matrix")
+    settings = {
+        "model_type": "qwen2_moe", "hidden_size": HIDDEN, "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS, "num_key_value_heads": HEADS, "vocab_size": 600,
+        "intermediate_size": 64, "num_experts": EXPERTS, "moe_intermediate_size": INNER,
+        "num_experts_per_tok": TOP_K, "shared_expert_intermediate_size": 64,
+        "max_position_embeddings": 512, "norm_topk_prob": False,
+    }  # fmt: skip
+    (root / "small.json").write_text(json.dumps(settings))
+    write_folder(root / "small.json", root / "model", {})
+    return root / "model"
+
+
+def opened(folder: Path, policy: str, **settings: Any) -> Engine:
+    parsed = PrecisionPolicy.parse(policy)
+    config = replace(CONFIG, policy=parsed, enable_prefix_caching=False, **settings)
+    return Engine.from_artifact(folder, config)
+
+
+def test_contexts_that_nobody_computes_decode_like_others(folder: Path) -> None:
+    engine = opened(folder, "static:3")
+    names = fill(engine, [[1] * 40, [2] * 100, [3] * 7], 6)
+    running = engine._parts.scheduler.running
+    assert [sequence.length for sequence in running] == [41, 101, 8]
+    assert len({sequence.output[0] for sequence in running}) == 3
+    assert engine.status().step == 1
+    made = dict.fromkeys(names, 1)
+    while engine.has_work():
+        for output in engine.step():
+            assert output.error is None
+            made[output.request_id] += len(output.token_ids)
+    assert set(made.values()) == {6}
+    engine.check_integrity()
+    real = engine.generate([[1] * 40], _greedy(3))[0]
+    assert (
+        real.token_ids == opened(folder, "static:3").generate([[1] * 40], _greedy(3))[0].token_ids
+    )
+
+
+def _greedy(tokens: int) -> Any:
+    from pw.engine.request import SamplingParams
+
+    return SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
+
+
+def test_contexts_that_do_not_fit_at_a_time_are_told(folder: Path) -> None:
+    engine = opened(folder, "static:3", max_num_seqs=2)
+    with pytest.raises(PwError, match="1 of 3 contexts do not fit at a time"):
+        fill(engine, [[1] * 8] * 3, 6)
+
+
+@pytest.mark.parametrize("policy", ["static:3", "dense"])
+def test_a_step_reads_what_can_be_counted_by_hand(folder: Path, policy: str) -> None:
+    engine = opened(folder, policy)
+    fill(engine, [[1] * 40, [2] * 100], 9)
+    read = step_bytes(engine)
+    lengths = 42 + 102  # with the token that this step has made
+    assert read.kv == LAYERS * 2 * HIDDEN * 4 * lengths
+    weights = 3 * HIDDEN * INNER
+    each = 4 * weights if policy == "dense" else weights * 3 // 8 + 2 * 8 * (2 * INNER + HIDDEN)
+    assert read.experts == round(read.experts_read * LAYERS) * each
+    assert TOP_K <= read.experts_read <= 2 * TOP_K
+    assert read.dense == engine.status().bytes.dense - 600 * HIDDEN * 4
+    assert read.total == read.kv + read.experts + read.dense
+
+
+def test_ballast_leaves_exactly_the_bytes_asked_for(folder: Path) -> None:
+    dials = PlannerConfig(low_watermark=0.0, high_watermark=1e-9)
+    engine = opened(folder, "adaptive", planner=dials)
+    parts = engine._parts
+    assert parts.table is not None
+    cost = parts.table.cost_bytes().sum(axis=0) // parts.arena.page_bytes
+    ballast = Ballast(engine)
+    for bits in (6, 4, 3):
+        ballast.leave(int(cost[bits - 2]))
+        held = parts.table.resident_pages() + parts.pool.free_count
+        assert held == cost[bits - 2]
+    ballast.leave(parts.pool.num_pages)
+    assert parts.table.resident_pages() + parts.pool.free_count == parts.pool.num_pages
+    engine.check_integrity()
+    with pytest.raises(PwError, match="weights and KV do not fit into 1 pages"):
+        ballast.leave(1)
+    with pytest.raises(PwError, match="the arena has"):
+        ballast.leave(parts.pool.num_pages + 1)
+
+
+def test_all_cells_in_one_run(folder: Path) -> None:
+    told: list[str] = []
+    found = run_matrix(folder, CONFIG, SMALL, told.append)
+    cells = found["cells"]
+    assert [(c["policy"], c["batch"]) for c in cells] == [
+        (policy, batch) for policy in SMALL.policies for batch in (1, 4)
+    ]
+    for cell in cells:
+        assert cell["ttft_ms"] <= cell["ttft_last_ms"]
+        assert 0 < cell["itl_p50_ms"] <= cell["itl_p99_ms"]
+        assert cell["over_floor"] == pytest.approx(cell["itl_p50_ms"] / cell["floor_ms"])
+        assert cell["moves_in_flight"] == 0
+        assert cell["bytes"]["kv"] > 0
+    assert cells[3]["tokens_per_second"] > cells[2]["tokens_per_second"]
+    for row in found["adaptive_over_uniform"]:
+        assert row["weight_bytes_ratio"] == pytest.approx(1, abs=0.03)
+        assert row["total_bytes_ratio"] == pytest.approx(1, abs=0.01)
+    assert len(found["speedups_over_dense"]) == 4
+    assert sum("ready" in text for text in told) == 3
+    text = report(found)
+    assert "| static:3 | 4 | 48 |" in text
+    assert "adaptive over uniform" in text
+
+
+def test_what_does_not_fit_is_said_and_the_rest_is_measured(folder: Path) -> None:
+    matrix = replace(SMALL, policies=("static:3",), contexts=(48, 300), prompt_tokens=1)
+    longest = 300 + matrix.tokens
+    roomy = opened(folder, "static:3", max_model_len=longest)
+    sizes, page = roomy.status().bytes, roomy.status().page_bytes
+    room = page * roomy.pages_for_tokens(longest) * 3 // 2
+    tight = replace(CONFIG, memory_budget=sizes.total - sizes.free + room)
+    found = run_matrix(folder, tight, matrix)
+    left_out = {(c["batch"], c["context"]): c.get("left_out") for c in found["cells"]}
+    assert left_out[1, 48] is None
+    assert "contexts do not fit at a time" in str(left_out[4, 300])
+    assert all(cell.get("ttft_ms") is None for cell in found["cells"])
+    assert "do not fit at a time" in report(found)
+    nothing = run_matrix(folder, replace(CONFIG, memory_budget=1 << 20), matrix)
+    assert "is too small" in nothing["cells"][0]["left_out"]
+
+
+def test_ratios_of_cells() -> None:
+    def cell(policy: str, speed: float, planes: int) -> dict[str, Any]:
+        names = ("luts", "experts_dense", "dense", "kv", "tables", "workspace")
+        sizes = dict.fromkeys(names, 10) | {"planes": planes}
+        return {
+            "policy": policy, "batch": 1, "context": 8, "tokens_per_second": speed,
+            "itl_p50_ms": 1000 / speed, "bytes": sizes, "read_bytes": {"total": planes},
+        }  # fmt: skip
+
+    cells = [cell("dense", 10, 0), cell("static:3", 20, 40), cell("adaptive:3", 16, 30)]
+    assert [row["speedup"] for row in speedups(cells)] == [2.0, 1.6]
+    (row,) = at_equal_bytes([*cells, {"policy": "static:4", "left_out": "no room"}])
+    assert row["step_ratio"] == pytest.approx(1.25)
+    assert row["weight_bytes_ratio"] == pytest.approx(0.8)
+    assert row["total_bytes_ratio"] == pytest.approx(0.9)
+    assert row["read_bytes_ratio"] == pytest.approx(0.75)
+
+
+def test_longest_contexts_are_served_and_what_does_not_fit_is_named(folder: Path) -> None:
+    tight = replace(CONFIG, memory_budget=7 << 19, max_num_batched_tokens=32)
+    found = longest_contexts(folder, tight, ("adaptive", "static:8", "dense"))
+    rows = {row["policy"]: row for row in found}
+    assert rows["adaptive"]["served"] is True
+    assert rows["adaptive"]["bytes_over_budget"] == 0
+    assert rows["adaptive"]["context"] > rows["static:8"]["context"]
+    assert all("left_out" in row or row["served"] for row in found)
+
+
+@pytest.mark.parametrize("text", ["adaptive", "static:x", "replay:a", "adaptive:9", "static:1"])
+def test_what_is_no_policy_of_the_comparison_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError):
+        parse_policy(text)
+
+
+def test_generate_of_transformers_is_timed_token_by_token(folder: Path) -> None:
+    import torch
+
+    rows = transformers_generate(folder, torch.device("cpu"), (12,), ("sdpa", "eager"), tokens=5)
+    assert [row["attention"] for row in rows] == ["sdpa", "eager"]
+    for row in rows:
+        assert 0 < row["itl_p50_ms"] <= row["itl_p99_ms"]
+        assert row["tokens_per_second"] > 1
+        assert row["ttft_ms"] > 0
+
+
+def test_a_copy_moves_bytes() -> None:
+    import torch
+
+    assert 1e8 < copy_bandwidth(torch.device("cpu")) < 1e12
