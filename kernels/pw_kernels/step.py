@@ -39,7 +39,8 @@ class Routing:
     Attributes:
         weight: [E, H].
         top_k: k.
-        dtype: Of the weights that come out.
+        dtype: Of the weights that come out, or what they are rounded to before.
+        widened: They come out as fp32.
         score: "softmax", "sigmoid" or "none".
         normalize: Make the weights of a token sum to 1 before they are scaled.
         scale: Factor of all weights.
@@ -65,6 +66,7 @@ class Routing:
     chosen_groups: int = 1
     pairs: bool = False
     wide: bool = False
+    widened: bool = False
 
     def __post_init__(self) -> None:
         experts = self.weight.shape[0]
@@ -190,7 +192,8 @@ def choose(logits: Tensor, routing: Routing, *, backend: str = "auto") -> tuple[
     weights = weights * routing.scale
     if routing.expert_scale is not None:
         weights = weights * routing.expert_scale.float()[ids]
-    return ids, weights.to(routing.dtype)
+    weights = weights.to(routing.dtype)
+    return ids, weights.float() if routing.widened else weights
 
 
 def _within_groups(choice: Tensor, routing: Routing) -> Tensor:

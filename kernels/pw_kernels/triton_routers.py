@@ -18,6 +18,11 @@ from torch import Tensor
 from pw_kernels.step import Routing
 
 _TILE = 8192  # router weights held at a time
+_TYPES = {
+    torch.float32: tl.float32,
+    torch.float16: tl.float16,
+    torch.bfloat16: tl.bfloat16,
+}
 LOWEST = tl.constexpr(float("-inf"))
 
 
@@ -40,6 +45,7 @@ def _choose(
     HAS_CHOICE_BIAS: tl.constexpr,
     HAS_EXPERT_SCALE: tl.constexpr,
     NORMALIZE: tl.constexpr,
+    DTYPE: tl.constexpr,  # what weights are rounded to
 ):
     """Everything between the logits of a token and the experts that it goes to."""
     e = tl.arange(0, PADDED)
@@ -90,7 +96,7 @@ def _choose(
     if HAS_EXPERT_SCALE:
         share = share * tl.load(expert_scale + chosen).to(tl.float32)
     tl.store(ids + n, chosen.to(tl.int64), mask=taken)
-    tl.store(weights + n, share.to(weights.dtype.element_ty), mask=taken)
+    tl.store(weights + n, share.to(DTYPE).to(weights.dtype.element_ty), mask=taken)
 
 
 @triton.jit
@@ -113,6 +119,7 @@ def choose_kernel(
     HAS_CHOICE_BIAS: tl.constexpr,
     HAS_EXPERT_SCALE: tl.constexpr,
     NORMALIZE: tl.constexpr,
+    DTYPE: tl.constexpr,
 ):
     """Experts of one token from its logits; see `_choose`."""
     token = tl.program_id(0).to(tl.int64)
@@ -121,7 +128,7 @@ def choose_kernel(
     _choose(
         own, choice_bias, expert_scale, ids + token * TOP_K, weights + token * TOP_K, scale,
         EXPERTS, PADDED, TOP_K, PADDED_K, SCORE, GROUPS, CHOSEN_GROUPS, PAIRS, HAS_CHOICE_BIAS,
-        HAS_EXPERT_SCALE, NORMALIZE,
+        HAS_EXPERT_SCALE, NORMALIZE, DTYPE,
     )  # fmt: skip
 
 
@@ -152,6 +159,7 @@ def route_kernel(
     HAS_CHOICE_BIAS: tl.constexpr,
     HAS_EXPERT_SCALE: tl.constexpr,
     NORMALIZE: tl.constexpr,
+    DTYPE: tl.constexpr,
 ):
     """Experts of one token from its hidden state, whose logits are fp32; see `_choose`."""
     token = tl.program_id(0).to(tl.int64)
@@ -174,7 +182,7 @@ def route_kernel(
     _choose(
         logits, choice_bias, expert_scale, ids + token * TOP_K, weights + token * TOP_K, scale,
         EXPERTS, PADDED, TOP_K, PADDED_K, SCORE, GROUPS, CHOSEN_GROUPS, PAIRS, HAS_CHOICE_BIAS,
-        HAS_EXPERT_SCALE, NORMALIZE,
+        HAS_EXPERT_SCALE, NORMALIZE, DTYPE,
     )  # fmt: skip
 
 
@@ -224,7 +232,8 @@ def route(x: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
 def _chosen(like: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
     """Room for ids and weights [T, k]."""
     ids = like.new_empty((like.shape[0], routing.top_k), dtype=torch.int64)
-    return ids, like.new_empty(ids.shape, dtype=routing.dtype)
+    dtype = torch.float32 if routing.widened else routing.dtype
+    return ids, like.new_empty(ids.shape, dtype=dtype)
 
 
 def _extras(routing: Routing) -> tuple[Tensor, Tensor]:
@@ -249,4 +258,5 @@ def _constants(routing: Routing) -> dict[str, Any]:
         "HAS_CHOICE_BIAS": routing.choice_bias is not None,
         "HAS_EXPERT_SCALE": routing.expert_scale is not None,
         "NORMALIZE": routing.normalize,
+        "DTYPE": _TYPES[routing.dtype],
     }

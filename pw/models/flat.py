@@ -3,9 +3,10 @@
 transformers spends most of a small decode step in Python. For the model types below, whose layers
 are `x += attention(norm(x)); x += mlp(norm(x))`, this module runs the same weights in one loop:
 projections that read the same input are one matrix product, residual sums ride on the product that
-feeds them, norms take fewer calls, masks and caches are not asked for. On a GPU the small parts are
-one kernel each (`pw_kernels.step`). It is used only after it gave the general path's result on a
-probe; every other model keeps the general path (`pw.models.fusion`, `pw.models.routers`).
+feeds them, norms take fewer calls, masks and caches are not asked for. On a GPU products of few
+rows take norms, activations and sums along (`pw_kernels.products`), other small parts are one
+kernel each (`pw_kernels.step`). It is used only after it gave the general path's result on a probe;
+every other model keeps the general path (`pw.models.fusion`, `pw.models.routers`).
 
 Axes: T tokens, H hidden, Hq query heads, Hkv key heads, D head size, I inner, E experts.
 """
@@ -15,7 +16,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +27,8 @@ from pw.models.experts import activation_name
 from pw.models.fusion import concatenate
 from pw.models.probing import TOLERANCE, Forward, probe_logits, relative_difference
 from pw.models.routers import Route, fused_route
-from pw_kernels import step
+from pw_kernels import products, step
+from pw_kernels.products import Gated, Norm
 
 MODEL_TYPES = ("qwen2_moe", "qwen3_moe", "mixtral")
 _log = logging.getLogger(__name__)
@@ -78,17 +80,22 @@ class FlatDecoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """See `Skeleton.logits`."""
-        return linear(hidden, self._head)
+        return products.product(hidden, self._head)
 
 
 class _Norm:
-    """RMS norm: one kernel on a GPU, five small calls on a CPU, where torch's own takes ten."""
+    """RMS norm: one kernel on a GPU, five small calls on a CPU, where torch's own takes ten.
+
+    Attributes:
+        joined: What a product needs that takes it along.
+    """
 
     def __init__(self, module: Any, kernels: bool) -> None:
         weight: Tensor = module.weight
         self._kernel = kernels
         size, self._epsilon = weight.shape[0], float(module.variance_epsilon)
         self._weight = weight
+        self.joined = Norm(weight, self._epsilon)
         on_cpu = weight.device.type == "cpu"
         self._split = not kernels and on_cpu and weight.dtype == torch.float32
         if self._split:
@@ -127,8 +134,8 @@ class _Layer:
     """One decoder layer on x [T, H].
 
     Attributes:
-        stores: Rotate and store keys by one kernel, where the context offers it: on a GPU. A CPU
-            takes fewer calls without.
+        kernels: As for a GPU; keys are rotated and stored by one kernel, where the context offers
+            it. A CPU takes fewer calls without.
     """
 
     def __init__(self, layer: Any, kernels: bool) -> None:
@@ -137,9 +144,9 @@ class _Layer:
         self._binding: AttentionBinding = attention.pw_attention
         self._scale = float(attention.scaling)
         self._input_norm = _Norm(layer.input_layernorm, kernels)
-        self._output_norm = _Norm(layer.post_attention_layernorm, kernels)
+        output_norm = _Norm(layer.post_attention_layernorm, kernels)
         self._qkv = concatenate([attention.q_proj, attention.k_proj, attention.v_proj])
-        self._stores = kernels
+        self._kernels = kernels
         self._q_heads = attention.q_proj.out_features // self.head_dim
         self._kv_heads = attention.k_proj.out_features // self.head_dim
         self._outputs = (self._q_heads + 2 * self._kv_heads) * self.head_dim
@@ -149,16 +156,18 @@ class _Layer:
             if hasattr(attention, "q_norm")
             else None
         )
-        self._out = _Residual(attention.o_proj)
-        self._mlp: _Moe | _Mlp = (
-            _Moe(layer.mlp, kernels) if hasattr(layer.mlp, "experts") else _Mlp(layer.mlp, kernels)
-        )
+        self._out = _Residual(attention.o_proj, kernels)
+        kind: type[_Moe] | type[_Mlp] = _Moe if hasattr(layer.mlp, "experts") else _Mlp
+        self._mlp = kind(layer.mlp, output_norm, kernels)
 
     def __call__(self, x: Tensor, turn: _Turn, context: AttentionContext) -> Tensor:
-        qkv = linear(self._input_norm(x), *self._qkv)
+        if self._kernels:
+            qkv = products.product(x, *self._qkv, norm=self._input_norm.joined)
+        else:
+            qkv = linear(self._input_norm(x), *self._qkv)
         if self._padded:
             qkv = qkv[:, : self._outputs]
-        store = getattr(context, "store_rotated", None) if self._stores else None
+        store = getattr(context, "store_rotated", None) if self._kernels else None
         if store is None:
             q, k, v = self._rotate(qkv, turn)
         else:
@@ -183,8 +192,7 @@ class _Layer:
             softcap=None,
             sinks=None,
         )
-        x = self._out(x, out.reshape(len(x), -1))
-        return self._mlp(x, self._output_norm(x))
+        return self._mlp(self._out(x, out.reshape(len(x), -1)))
 
     def _rotate(self, qkv: Tensor, turn: _Turn) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [T, Hq, D], keys and values [T, Hkv, D] of a joint product."""
@@ -200,114 +208,116 @@ class _Layer:
 class _Residual:
     """`x + linear(y)` in one call; where the product is a rank's part, it is summed up first."""
 
-    def __init__(self, module: Any) -> None:
-        self._weight: Tensor = module.weight.t()  # a view
+    def __init__(self, module: Any, kernels: bool) -> None:
+        self._weight: Tensor = module.weight
         self._bias: Tensor | None = module.bias
         self._reduce = _reduction(module)
+        self._kernels = kernels
 
     def __call__(self, x: Tensor, y: Tensor) -> Tensor:
         if self._reduce is not None:
-            return x + self._reduce(linear(y, self._weight.t(), self._bias))
-        out = torch.addmm(x, y, self._weight)
+            return x + self._reduce(linear(y, self._weight, self._bias))
+        if self._kernels:
+            return products.product(y, self._weight, self._bias, add=(x,))
+        out = torch.addmm(x, y, self._weight.t())
         return out if self._bias is None else out + self._bias
 
 
 class _Gated:
-    """act(gate(y)) * up(y), the two projections, and others of the same input, as one product."""
+    """act(gate(y)) * up(y) of y = norm(x): the two projections, and others of y, as one product."""
 
-    def __init__(self, module: Any, kernels: bool, *others: Any) -> None:
+    def __init__(self, module: Any, norm: _Norm, kernels: bool, *others: Any) -> None:
         self._in = concatenate([module.gate_proj, module.up_proj, *others])
+        self._norm = norm
         self._inner = module.gate_proj.out_features
         rest = len(self._in[0]) - 2 * self._inner  # of the others, and padding
-        self._sizes = [self._inner, self._inner, *([rest] if rest else [])]
+        self._sizes = [self._inner, self._inner, rest]
         name = activation_name(module.act_fn)
         self._kernel = name if kernels else None
         self._function: Callable[[Tensor], Tensor] = silu if name == "silu" else module.act_fn
 
-    def __call__(self, y: Tensor) -> tuple[Tensor, Tensor]:
-        """[T, I], and what the other projections gave side by side, then padding, if any."""
-        product = linear(y, *self._in)
-        parts = torch.split(product, self._sizes, -1)
+    def __call__(self, x: Tensor) -> Gated:
+        """What the others gave side by side, then padding, is `rest`."""
+        weight, bias = self._in
         if self._kernel is not None:
-            return step.gate(product, self._inner, self._kernel), parts[-1]
-        return self._function(parts[0]) * parts[1], parts[-1]
+            return products.gated_product(
+                x, weight, self._inner, self._kernel, bias, norm=self._norm.joined
+            )
+        y = self._norm(x)
+        gate, up, rest = torch.split(linear(y, weight, bias), self._sizes, -1)
+        return Gated(self._function(gate) * up, rest, y)
 
 
 class _Mlp:
     """Gated MLP with its residual."""
 
-    def __init__(self, module: Any, kernels: bool) -> None:
-        self._gated = _Gated(module, kernels)
-        self._down = _Residual(module.down_proj)
+    def __init__(self, module: Any, norm: _Norm, kernels: bool) -> None:
+        self._gated = _Gated(module, norm, kernels)
+        self._down = _Residual(module.down_proj, kernels)
 
-    def __call__(self, x: Tensor, normed: Tensor) -> Tensor:
-        return self._down(x, self._gated(normed)[0])
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._down(x, self._gated(x).out)
 
 
 class _Moe:
     """Routed experts, a gated shared expert where there is one, and the residual."""
 
-    def __init__(self, block: Any, kernels: bool) -> None:
+    def __init__(self, block: Any, norm: _Norm, kernels: bool) -> None:
         self._router: Callable[[Tensor], tuple[Tensor, Tensor, Tensor]] = block.gate.forward
         self._experts = block.experts
+        self._norm, self._kernels = norm, kernels
         self._reduce = _reduction(block.experts)
-        self._route: Route | None = None  # the same by kernels
-        if kernels:
-            self._route = fused_route(block.gate, block.experts.gate_up_proj.dtype)
-        self._shared: _Shared | None = None
-        self._joined = False  # the router's product is part of the shared expert's
+        route = fused_route(block.gate, block.experts.gate_up_proj.dtype) if kernels else None
+        self._joined = route is not None and route.joins  # the router's product is part of another
+        self._gated: _Gated | None = None
         if hasattr(block, "shared_expert"):
-            self._joined = self._route is not None and self._route.joins
-            self._shared = _Shared(block, kernels, self._joined)
-        if self._route is not None and self._joined:
-            routing = replace(self._route.routing, weight=block.gate.weight)  # now a view
-            self._route = replace(self._route, routing=routing)
+            others = [block.shared_expert_gate, *([block.gate] if self._joined else [])]
+            self._gated = _Gated(block.shared_expert, norm, kernels, *others)
+            self._down: Tensor = block.shared_expert.down_proj.weight
+        if route is not None:  # the weight may be a view by now; experts want fp32
+            routing = replace(route.routing, weight=block.gate.weight, widened=True)
+            route = replace(route, routing=routing)
+        self._route: Route | None = route
 
-    def __call__(self, x: Tensor, normed: Tensor) -> Tensor:
-        shared = None if self._shared is None else self._shared(normed)
-        if self._route is None:
-            _, weights, ids = self._router(normed)
-        elif shared is not None and self._joined:
-            ids, weights = self._route.choose(shared.logits)
-        else:
-            ids, weights = self._route(normed)
-        experts = self._experts
-        routed: Tensor = experts.pw_experts(experts.pw_slot, experts, normed, ids, weights)
-        if shared is None:
+    def __call__(self, x: Tensor) -> Tensor:
+        if self._gated is None:
+            normed, ids, weights = self._choose(x)
+            routed = self._routed(normed, ids, weights)
             return x + (routed if self._reduce is None else self._reduce(routed))
+        shared = self._gated(x)
+        share = shared.rest[:, :1]
+        if self._route is not None and self._joined:
+            logits = shared.rest[:, 1 : 1 + len(self._route.routing.weight)]
+            routed = self._routed(shared.normed, *self._route.choose(logits))
+        else:
+            routed = self._routed(shared.normed, *self._by_router(shared.normed))
         if self._reduce is not None:  # one sum over the ranks for all that is added to x
-            added = torch.addcmul(routed, shared.share.sigmoid(), shared.out)
+            added = torch.addcmul(routed, share.sigmoid(), linear(shared.out, self._down))
             return x + self._reduce(added)
-        if self._route is None:
-            return torch.addcmul(x + routed, shared.share.sigmoid(), shared.out)
-        return step.join(x, routed, shared.out, shared.share)
+        if self._kernels:
+            return products.product(shared.out, self._down, add=(x, routed), share=share)
+        return torch.addcmul(x + routed, share.sigmoid(), linear(shared.out, self._down))
 
+    def _choose(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The norm of x, and experts and weights of its tokens."""
+        if self._route is None or not self._joined:
+            normed = self._norm(x)
+            return (normed, *self._by_router(normed))
+        _, logits, normed = products.gated_product(
+            x, self._route.routing.weight, 0, "silu", norm=self._norm.joined
+        )
+        return (normed, *self._route.choose(logits))
 
-class _SharedResult(NamedTuple):
-    out: Tensor  # [T, H]
-    share: Tensor  # [T, 1], before the sigmoid
-    logits: Tensor  # [T, E] of the router, if its product is part of this one
+    def _by_router(self, normed: Tensor) -> tuple[Tensor, Tensor]:
+        if self._route is not None:
+            return self._route(normed)
+        _, weights, ids = self._router(normed)
+        return ids, weights
 
-
-class _Shared:
-    """A shared expert and the gate of its share; its projections are one product.
-
-    Args:
-        block: The MoE block.
-        kernels: See `FlatDecoder`.
-        with_router: The product is the router's, too.
-    """
-
-    def __init__(self, block: Any, kernels: bool, with_router: bool) -> None:
-        others = [block.shared_expert_gate, *([block.gate] if with_router else [])]
-        self._gated = _Gated(block.shared_expert, kernels, *others)
-        self._down: Tensor = block.shared_expert.down_proj.weight
-        self._experts = len(block.gate.weight)
-
-    def __call__(self, normed: Tensor) -> _SharedResult:
-        gated, rest = self._gated(normed)
-        logits = rest[:, 1 : 1 + self._experts]
-        return _SharedResult(linear(gated, self._down), rest[:, :1], logits)
+    def _routed(self, normed: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        experts = self._experts
+        result: Tensor = experts.pw_experts(experts.pw_slot, experts, normed, ids, weights)
+        return result
 
 
 def _reduction(module: nn.Module) -> Callable[[Tensor], Tensor] | None:

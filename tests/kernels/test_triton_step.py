@@ -111,6 +111,12 @@ def test_route(kind: str, experts: int, size: int, top_k: int) -> None:
     assert torch.equal(step.choose(padded, routing, backend="triton")[0], expected_ids)
     by_column = replace(routing, weight=routing.weight.t().contiguous().t())
     assert torch.equal(step.route(x, by_column, backend="triton")[0], expected_ids)
+    narrow = replace(routing, dtype=torch.bfloat16)
+    for backend in ("triton", "torch"):
+        rounded = step.route(x, narrow, backend=backend)[1]
+        widened = step.route(x, replace(narrow, widened=True), backend=backend)[1]
+        assert (rounded.dtype, widened.dtype) == (torch.bfloat16, torch.float32)
+        assert torch.equal(widened, rounded.float())
     if options.get("normalize") and "expert_scale" not in options:
         near(weights.sum(-1), torch.full((6,), float(options.get("scale", 1.0))))
 
@@ -201,6 +207,7 @@ def test_on_a_gpu_in_the_shape_of_qwen(tokens: int, dtype: torch.dtype) -> None:
 
 COMPILE = """
 import triton
+import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from pw_kernels import triton_routers, triton_step
@@ -211,7 +218,7 @@ types = dict(eps="fp32", scale="fp32", slots="*i64", ids="*i64", weights="*fp32"
              "linear_bias", "expert_scale", "logits", "gate_up", "routed", "shared", "share")})
 route = dict(EXPERTS=60, PADDED=64, TOP_K=4, PADDED_K=4, SIZE=2048, BLOCK=128, SCORE="softmax",
              GROUPS=1, CHOSEN_GROUPS=1, PAIRS=False, HAS_LINEAR_BIAS=False, HAS_CHOICE_BIAS=False,
-             HAS_EXPERT_SCALE=False, NORMALIZE=False)
+             HAS_EXPERT_SCALE=False, NORMALIZE=False, DTYPE=tl.bfloat16)
 choose = {k: v for k, v in route.items() if k not in ("SIZE", "BLOCK", "HAS_LINEAR_BIAS")}
 grouped = route | dict(EXPERTS=64, SIZE=2048, SCORE="sigmoid", GROUPS=4, CHOSEN_GROUPS=2,
                        PAIRS=True, HAS_CHOICE_BIAS=True, NORMALIZE=True)

@@ -216,6 +216,7 @@ def test_the_flat_pass_with_kernels_is_the_same_pass(
     flat = FlatDecoder(skeleton.model, kernels=True)
     blocks: list[Any] = [layer._mlp for layer in flat._layers]
     assert all(block._route is not None for block in blocks if hasattr(block, "_route"))
-    assert any(getattr(block, "_joined", False) for block in blocks) == kind.startswith("qwen2")
+    routed = [block for block in blocks if hasattr(block, "_route")]
+    assert all(block._joined and bool(block._gated) == kind.startswith("qwen2") for block in routed)
     expected, stored = probe_logits(skeleton.model, general, flat)
     torch.testing.assert_close(stored, expected, rtol=1e-5, atol=2e-5)

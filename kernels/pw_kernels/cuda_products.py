@@ -1,0 +1,153 @@
+"""Products of few rows in CUDA C++ compiled at run time (`products.cu`): see `products`.
+
+A block takes 16 rows of the weight, or several times 16, and all their columns, which its warps
+share; so every sum has one fixed order, and a token's result does not depend on the batch as long
+as the batches get the same number of warps and blocks for the columns. Launches may begin while
+the one before ends: weights are on their way before it has.
+
+Axes as in `products`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pw_kernels import nvrtc
+from pw_kernels.product_plans import (
+    NORM_STEPS,
+    ROWS,
+    STEP,
+    WARPS,
+    Arguments,
+    Plan,
+    choose_plan,
+    constants_of,
+)
+from pw_kernels.products import Norm
+
+MOST_TOKENS = 32  # that the kernel takes at all
+FEW_TOKENS = 0  # up to here it is used: not before it has run on a GPU
+_DTYPES = (torch.bfloat16, torch.float16)
+_KINDS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
+_COUNTERS = 1 << 14
+
+
+def fits(
+    x: Tensor, weight: Tensor, norm: Norm | None, inner: int = 0, *, forced: bool = False
+) -> bool:
+    """Whether the kernel can take a call and, unless `forced`, is the faster way."""
+    tokens, cols = x.shape[0], weight.shape[1]
+    return (
+        x.device.type == "cuda"
+        and x.dim() == 2
+        and 0 < tokens <= (MOST_TOKENS if forced else FEW_TOKENS)
+        and (norm is None or (tokens <= 8 and cols <= WARPS * NORM_STEPS * STEP))
+        and weight.dtype == x.dtype
+        and x.dtype in _DTYPES
+        and (norm is None or norm.weight.dtype == x.dtype)
+        and cols % STEP == 0
+        and inner % 8 == 0
+        and weight.is_contiguous()
+        and _aligned(x)
+        and weight.data_ptr() % 16 == 0
+        and torch.cuda.get_device_capability(x.device) >= (8, 0)
+    )
+
+
+def product(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    norm: Norm | None,
+    add: Sequence[Tensor],
+    share: Tensor | None,
+    plan: Plan | None = None,
+) -> Tensor:
+    """See `products.product`."""
+    out = x.new_empty(x.shape[0], weight.shape[0])
+    add = [part if part.stride(1) == 1 else part.contiguous() for part in add]
+    kind = len(add) + (share is not None)
+    given = dict(zip(("add", "more"), add, strict=False))
+    if share is not None:
+        given["share"] = share
+    _launch(x, weight, bias, norm, plan, {"ADD": kind}, out=out, **given)
+    return out
+
+
+def gated_product(
+    x: Tensor,
+    weight: Tensor,
+    inner: int,
+    activation: str,
+    bias: Tensor | None,
+    norm: Norm | None,
+    plan: Plan | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See `products.gated_product`."""
+    tokens = x.shape[0]
+    out = x.new_empty(tokens, inner)
+    rest = x.new_empty(tokens, weight.shape[0] - 2 * inner)
+    normed = x if norm is None else x.new_empty(x.shape)
+    constants = {"GATED": 1, "INNER": inner, "KIND": _KINDS[activation]}
+    given = {"out": out, "rest": rest}
+    if norm is not None:
+        given["normed"] = normed
+    _launch(x, weight, bias, norm, plan, constants, **given)
+    return out, rest, normed
+
+
+def _launch(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    norm: Norm | None,
+    plan: Plan | None,
+    constants: dict[str, int],
+    **given: Tensor,
+) -> None:
+    tokens, (rows, cols) = x.shape[0], weight.shape
+    plan = choose_plan(tokens, cols, norm is not None) if plan is None else plan
+    inner = constants.get("INNER", 0)
+    tiles = inner // 8 + -(-(rows - 2 * inner) // ROWS)
+    blocks = -(-tiles // plan.tiles)
+    arguments = Arguments(
+        x=x.data_ptr(), weight=weight.data_ptr(), tokens=tokens, x_row=x.stride(0),
+        **{name: tensor.data_ptr() for name, tensor in given.items()},
+        **{f"{name}_row": given[name].stride(0) for name in ("add", "more", "share")
+           if name in given},
+    )  # fmt: skip
+    if bias is not None:
+        arguments.bias = bias.data_ptr()
+    if norm is not None:
+        arguments.norm, arguments.epsilon = norm.weight.data_ptr(), norm.epsilon
+    if plan.split > 1:
+        shape = (blocks, plan.split, 8 * plan.token_tiles, ROWS * plan.tiles)
+        parts = x.new_empty(shape, dtype=torch.float32)
+        arguments.parts = parts.data_ptr()
+        arguments.arrived = _arrived(_index(x)).data_ptr()
+    defines = constants_of(plan, weight.shape, x.dtype, bias is not None, norm is not None)
+    kernel = nvrtc.kernel("products.cu", "product", tuple((defines | constants).items()), _index(x))
+    kernel.launch(
+        (blocks, plan.split), 32 * plan.warps, plan.shared_bytes(cols, norm is not None),
+        arguments, overlap=True,
+    )  # fmt: skip
+
+
+def _aligned(x: Tensor) -> bool:
+    """Whether rows can be read 16 bytes at a time."""
+    return x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
+
+
+def _index(x: Tensor) -> int:
+    return torch.cuda.current_device() if x.device.index is None else x.device.index
+
+
+@cache
+def _arrived(device: int) -> Any:
+    """Counters of blocks whose columns are shared: zeros between launches."""
+    return torch.zeros(_COUNTERS, dtype=torch.int32, device=f"cuda:{device}")

@@ -1,0 +1,150 @@
+"""Products of few rows with a weight matrix, and what comes before and after them in a layer.
+
+A decode step multiplies one to some rows by every weight of a model: it waits for memory. On a GPU
+one kernel reads the weights as fast as memory gives them and takes the norm before, the activation
+and the sums after a product along (`cuda_products`); more rows, other devices and types go through
+torch and the kernels of `step`. The choice is made per call by shapes alone.
+
+Axes: T tokens, K columns of the weight, N rows of it, I inner.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from types import ModuleType
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from pw_kernels import step
+
+BACKENDS = ("auto", "torch", "cuda")
+
+
+@dataclass(frozen=True, eq=False)
+class Norm:
+    """An RMS norm: see `step.rms_norm`.
+
+    Attributes:
+        weight: [K].
+        epsilon: Added to the mean square.
+    """
+
+    weight: Tensor
+    epsilon: float
+
+
+class Gated(NamedTuple):
+    """What `gated_product` gives."""
+
+    out: Tensor  # [T, I]
+    rest: Tensor  # [T, N - 2I]
+    normed: Tensor  # [T, K], what was multiplied
+
+
+def product(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    norm: Norm | None = None,
+    add: Sequence[Tensor] = (),
+    share: Tensor | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """Linear map of rows, and what is added to it: [T, N].
+
+        norm(x) W^T + bias                              add is empty
+        add[0] + norm(x) W^T + bias                     rounded once
+        add[0] + add[1] + sigmoid(share) * product      the product rounded before
+
+    Args:
+        x: [T, K].
+        weight: [N, K].
+        bias: [N] or None.
+        norm: Of the rows of x, or None.
+        add: None, one or two of [T, N].
+        share: [T, 1] logits, only with two to add; None = the whole.
+        backend: One of BACKENDS.
+
+    Raises:
+        ValueError: The named backend cannot take these arguments, or is not installed.
+    """
+    if (kernels := _kernels(backend, x, weight, norm)) is not None:
+        return kernels.product(x, weight, bias, norm, add, share)  # type: ignore[no-any-return]
+    small = "torch" if backend == "torch" else "auto"
+    if norm is not None:
+        x = step.rms_norm(x, norm.weight, norm.epsilon, backend=small)
+    if not add:
+        return functional.linear(x, weight, bias)
+    if len(add) == 1:
+        out = torch.addmm(add[0], x, weight.t())
+        return out if bias is None else out + bias
+    return step.join(add[0], add[1], functional.linear(x, weight, bias), share, backend=small)
+
+
+def gated_product(
+    x: Tensor,
+    weight: Tensor,
+    inner: int,
+    activation: str,
+    bias: Tensor | None = None,
+    *,
+    norm: Norm | None = None,
+    backend: str = "auto",
+) -> Gated:
+    """act(gate) * up of the product's first 2I columns, gate first, and the others as they are.
+
+    Args:
+        x: [T, K].
+        weight: [N, K], of N >= 2I.
+        inner: I; 0: nothing is gated.
+        activation: "silu", "gelu" or "gelu_tanh".
+        bias: [N] or None.
+        norm: Of the rows of x, or None.
+        backend: One of BACKENDS.
+
+    Raises:
+        ValueError: The named backend cannot take these arguments, or is not installed.
+    """
+    if (kernels := _kernels(backend, x, weight, norm, inner)) is not None:
+        return Gated(*kernels.gated_product(x, weight, inner, activation, bias, norm))
+    small = "torch" if backend == "torch" else "auto"
+    if norm is not None:
+        x = step.rms_norm(x, norm.weight, norm.epsilon, backend=small)
+    both = functional.linear(x, weight, bias)
+    if not inner:
+        return Gated(both[:, :0], both, x)
+    return Gated(step.gate(both, inner, activation, backend=small), both[:, 2 * inner :], x)
+
+
+def _kernels(
+    backend: str, x: Tensor, weight: Tensor, norm: Norm | None, inner: int = 0
+) -> ModuleType | None:
+    """The kernels, where they are to be used."""
+    if backend not in BACKENDS:
+        raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
+    if backend == "torch" or (backend == "auto" and x.device.type != "cuda"):
+        return None
+    module = _cuda()
+    if module is not None and module.fits(x, weight, norm, inner, forced=backend == "cuda"):
+        return module
+    if backend == "cuda":
+        raise ValueError(
+            f"backend 'cuda' cannot multiply {list(x.shape)} by {list(weight.shape)} "
+            f"on {x.device.type}"
+        )
+    return None
+
+
+@cache
+def _cuda() -> ModuleType | None:
+    try:
+        return import_module("pw_kernels.cuda_products")
+    except ImportError:
+        return None

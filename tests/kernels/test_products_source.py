@@ -1,0 +1,171 @@
+"""The source of the few-row products, run on a CPU as `test_cuda_source.py` does for the MoE."""
+
+import ctypes
+import re
+import shutil
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import pw_kernels
+from pw_kernels import products
+from pw_kernels.product_plans import ROWS, Arguments, Plan, choose_plan, constants_of
+from pw_kernels.products import Norm
+
+SUPPORT = Path(__file__).parents[1] / "support"
+INSTRUCTIONS = [  # defined by the headers
+    "multiply", "to_half", "load_written", "load_number", "load_sum", "copy_async", "commit",
+    "wait", "wait_for_earlier", "let_next_begin",
+]  # fmt: skip
+DTYPE = torch.bfloat16
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+
+
+def as_cpp() -> str:
+    """products.cu without types and single instructions."""
+    source = Path(pw_kernels.__file__).with_name("products.cu").read_text()
+    source = re.sub(r"typedef unsigned .*;\n", "", source)
+    for name in INSTRUCTIONS:
+        source = without(name, source)
+    source = source.replace("extern __shared__ __align__(128)", 'extern "C"')
+    entry = 'extern "C" void kernel(const void* all) { product(*(const Arguments*)all); }'
+    return f'#include "products_on_cpu.h"\n{source}\n{entry}\n'
+
+
+def library(folder: Path, defines: dict[str, int]) -> Any:
+    """With `run(arguments, columns, rows, threads)`."""
+    (folder / "kernel.cpp").write_text(as_cpp())
+    files = [folder / "kernel.cpp", SUPPORT / "cuda_on_cpu.cpp"]
+    options = ["-O1", "-w", "-std=c++17", "-fPIC", "-shared", "-fno-strict-aliasing"]
+    macros = [f"-D{key}={value}" for key, value in defines.items()]
+    command = ["g++", *options, *macros, f"-I{SUPPORT}", *files, "-o", folder / "kernel.so"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[:4000]
+    return ctypes.CDLL(str(folder / "kernel.so"))
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DTYPE)
+
+
+class Case:
+    """A product's inputs, and what the kernel makes of them."""
+
+    def __init__(self, tokens: int, rows: int, cols: int, *, inner: int = 0, bias: bool = False):
+        wide = random(tokens, cols + 8, seed=1)  # rows of x need not be dense
+        self.x = wide[:, :cols]
+        self.weight, self.bias = random(rows, cols) / cols**0.5, random(rows, seed=2)
+        self.bias = self.bias if bias else None
+        self.norm = Norm(random(cols, seed=3), 1e-5)
+        self.add = [random(tokens, rows + 3, seed=4)[:, :rows], random(tokens, rows, seed=5)]
+        self.share = random(tokens, 5, seed=6)[:, 2:3]
+        self.inner = inner
+        self.out = torch.full((tokens, inner or rows), torch.nan).to(DTYPE)
+        self.rest = torch.full((tokens, rows - 2 * inner), torch.nan).to(DTYPE)
+        self.normed = torch.full((tokens, cols), torch.nan).to(DTYPE)
+
+    def run(self, folder: Path, plan: Plan, *, norm: bool = False, add: int = 0, kind: int = 0):
+        tokens, (rows, cols) = len(self.x), self.weight.shape
+        tiles = self.inner // 8 + -(-(rows - 2 * self.inner) // ROWS)
+        blocks = -(-tiles // plan.tiles)
+        parts = torch.full((blocks, plan.split, 8 * plan.token_tiles, ROWS * plan.tiles), torch.nan)
+        arrived = torch.zeros(blocks, dtype=torch.int32)
+        where = {
+            "x": self.x, "weight": self.weight, "norm": self.norm.weight, "add": self.add[0],
+            "more": self.add[1], "share": self.share, "out": self.out, "rest": self.rest,
+            "normed": self.normed, "parts": parts, "arrived": arrived,
+        }  # fmt: skip
+        if self.bias is not None:
+            where["bias"] = self.bias
+        arguments = Arguments(
+            **{name: tensor.data_ptr() for name, tensor in where.items()}, tokens=tokens,
+            x_row=self.x.stride(0), add_row=self.add[0].stride(0), more_row=self.add[1].stride(0),
+            share_row=self.share.stride(0), epsilon=self.norm.epsilon,
+        )  # fmt: skip
+        defines = constants_of(plan, (rows, cols), DTYPE, self.bias is not None, norm)
+        defines |= {"GATED": int(self.inner > 0), "INNER": self.inner, "KIND": kind, "ADD": add}
+        kernel = library(folder, defines)
+        kernel.run(ctypes.byref(arguments), blocks, plan.split, 32 * plan.warps)
+        assert int(arrived.sum()) == 0
+
+
+def without(name: str, source: str) -> str:
+    """The source without definitions of a function, which end in their line or at the margin."""
+    kept, inside, found = [], False, False
+    for line in source.split("\n"):
+        if re.match(rf"(template <[^>]*> )?DI \w+ {name}\(", line):
+            found, inside = True, line.count("{") > line.count("}")
+        elif inside:
+            inside = line != "}"
+        else:
+            kept.append(line)
+    assert found, name
+    return "\n".join(kept)
+
+
+def near(found: Tensor, expected: Tensor) -> None:
+    difference = (found.float() - expected.float()).norm()
+    assert difference <= 4e-3 * expected.float().norm()
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 8])
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_product_behind_a_norm(tmp_path: Path, tokens: int, bias: bool) -> None:
+    case = Case(tokens, 40, 512, bias=bias)
+    case.run(tmp_path, choose_plan(tokens, 512, norm=True), norm=True)
+    near(
+        case.out, products.product(case.x, case.weight, case.bias, norm=case.norm, backend="torch")
+    )
+
+
+@pytest.mark.parametrize("add", [0, 1, 2, 3])
+@pytest.mark.parametrize(
+    ("tokens", "plan"),
+    [
+        (2, Plan(4, stages=2, turn=2)),  # copies in turn, x in turn; the last warps have less
+        (5, Plan(2, split=3, stages=4, turn=8)),  # columns of several blocks
+        (19, Plan(4, split=2, tiles=4, stages=3, turn=2, token_tiles=3)),
+    ],
+)
+def test_sums_after_a_product(tmp_path: Path, tokens: int, plan: Plan, add: int) -> None:
+    case = Case(tokens, 72, 832, bias=add == 1)
+    case.run(tmp_path, plan, add=add)
+    near(
+        case.out,
+        products.product(
+            case.x, case.weight, case.bias, add=case.add[: min(add, 2)],
+            share=case.share if add == 3 else None, backend="torch",
+        ),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", [0, 1, 2])
+@pytest.mark.parametrize("tiles", [1, 2])
+def test_a_gated_product_and_what_is_beside_it(tmp_path: Path, kind: int, tiles: int) -> None:
+    case = Case(4, 2 * 24 + 13, 256, inner=24, bias=kind == 1)
+    plan = replace(choose_plan(4, 256, norm=True), tiles=tiles)
+    case.run(tmp_path, plan, norm=True, kind=kind)
+    expected = products.gated_product(
+        case.x, case.weight, 24, ("silu", "gelu", "gelu_tanh")[kind], case.bias, norm=case.norm,
+        backend="torch",
+    )  # fmt: skip
+    for found, want in zip((case.out, case.rest, case.normed), expected, strict=True):
+        near(found, want)
+
+
+def test_a_token_s_result_does_not_depend_on_the_batch(tmp_path: Path) -> None:
+    results = []
+    for tokens in (1, 8):
+        case = Case(8, 32, 512)
+        folder = tmp_path / str(tokens)
+        folder.mkdir()
+        case.x = case.x[:tokens]
+        case.run(folder, choose_plan(tokens, 512, norm=True), norm=True)
+        results.append(case.out[0])
+    assert torch.equal(*results)
