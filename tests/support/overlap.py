@@ -8,7 +8,7 @@ from pw.engine import Engine
 from pw.engine.computing import Flight
 from pw.engine.request import SamplingParams
 
-WIDTHS = (6, 2, 4, 3)  # of all blocks, by the number of the step
+WIDTHS = (6, 2, 4, 3)  # of all blocks, step by step
 
 
 def launches(engine: Engine) -> list[str]:
@@ -39,10 +39,10 @@ def serve_at_changing_bits(
     """
     precision: Any = engine._parts.precision
     table: Any = engine._parts.table
-    safe_point, bits = precision.safe_point, list[float]()
+    safe_point, bits, first = precision.safe_point, list[float](), engine._launcher.step
 
     def changing(step: int, *rest: Any) -> None:
-        precision.hold(WIDTHS[step % len(WIDTHS)])
+        precision.hold(WIDTHS[(step - first) % len(WIDTHS)])
         safe_point(step, *rest)
         while table.in_transfer:
             safe_point(step, *rest)

@@ -15,7 +15,8 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +32,13 @@ from pw.memory.arena import Arena
 from pw.memory.lanes import DirectLane, Lane, StreamLane
 from pw.memory.pinned import HostSlab
 from pw.models.stand_in import write_folder
+from pw.planning.pressure import Decision
 
 COPY_BYTES = tuple(1 << power for power in (18, 19, 20, 21, 22, 24))
 _PAGE = 1 << 15
 _PROMPT = 16  # tokens
 _MOST_TURNS = 50  # of requests that decode to the longest context
+_SPELL = 25  # steps, moving or quiet, before it is the others' turn
 
 
 def rate(device: torch.device, copy_bytes: int, total_bytes: int, depth: int = 2) -> float:
@@ -69,69 +72,141 @@ def rate(device: torch.device, copy_bytes: int, total_bytes: int, depth: int = 2
     return chunks * copy_bytes / (time.perf_counter() - started) / 1e9
 
 
-def decode_steps(engine: Engine, batch: int, steps: int) -> dict[str, Any]:
-    """Milliseconds of decode steps by whether planes were on their way in them.
+class Steps:
+    """Milliseconds of decode steps, quiet and while planes are on their way.
+
+    Both in turns of a few steps of the same requests, at the same widths: quiet ones with the
+    policy held still between two spells of movement.
 
     Args:
         engine: Adaptive, with nothing to do, room for `batch` requests and all planes up.
         batch: Requests that decode.
-        steps: Of each kind, at least.
 
-    Raises:
-        PwError: No plane moved: the budget leaves no room, or there is one width alone.
+    Attributes:
+        times: Of steps, by whether planes moved.
+        points: Of the safe points in them.
     """
-    random = np.random.default_rng(0)
-    vocabulary = engine.tokenizer.vocab_size
-    limit = engine.max_model_len - _PROMPT
-    widest = engine.status().mean_bits
-    quiet: list[float] = []
-    moving: list[float] = []
-    began = engine.status().bytes_reloaded
-    for turn in range(_MOST_TURNS):
-        if min(len(quiet), len(moving)) >= steps:
-            break
-        for row in range(batch):
-            prompt = random.integers(vocabulary, size=_PROMPT).tolist()
-            params = SamplingParams(temperature=0.0, max_tokens=limit, ignore_eos=True)
-            engine.add_request(f"movement-{turn}-{row}", prompt, params)
-        engine.step()  # prompts
-        engine.set_policy(f"static:{max(2, round(widest / 2))}")
+
+    def __init__(self, engine: Engine, batch: int) -> None:
+        self._engine, self._batch = engine, batch
+        self._random = np.random.default_rng(0)
+        self.times: dict[bool, list[float]] = {False: [], True: []}
+        self.points: dict[bool, list[float]] = {False: [], True: []}
+
+    def run(self, steps: int) -> dict[str, Any]:
+        """The figures, of so many steps of each kind at least.
+
+        Raises:
+            PwError: No plane moved: the budget leaves no room, or there is one width alone.
+        """
+        engine = self._engine
+        began, widest = engine.status(), engine.status().mean_bits
+        for turn in range(_MOST_TURNS):
+            if min(map(len, self.times.values())) >= steps:
+                break
+            self._turn(turn, steps, f"static:{max(2, round(widest / 2))}")
+        engine.check_integrity()
+        if not self.times[True]:
+            raise PwError("no plane moved in any decode step", "raise --memory-budget")
+        now = engine.status()
+        moved, moves = now.bytes_reloaded - began.bytes_reloaded, now.moves - began.moves
+        quiet, moving = (np.array(self.times[kind]) for kind in (False, True))
+        return {
+            "batch": self._batch,
+            "reloaded_bytes": moved,
+            "reloaded_GB_s_while_moving": moved / (moving.sum() / 1e3) / 1e9,
+            "raise_to_commit_mean_ms": (now.move_seconds_total - began.move_seconds_total)
+            / max(1, moves)
+            * 1e3,
+            "plan_mean_ms": (now.plan_seconds_total - began.plan_seconds_total)
+            / max(1, now.plan_runs - began.plan_runs)
+            * 1e3,
+            "plan_runs": now.plan_runs - began.plan_runs,
+            **_percentiles("quiet", self.times[False], self.points[False]),
+            **_percentiles("moving", self.times[True], self.points[True]),
+            "p50_ratio": float(np.percentile(moving, 50) / np.percentile(quiet, 50)),
+            "p99_ratio": float(np.percentile(moving, 99) / np.percentile(quiet, 99)),
+        }
+
+    def _turn(self, turn: int, steps: int, narrow: str) -> None:
+        """Requests that decode while planes come back from a narrow width."""
+        engine = self._engine
+        limit = engine.max_model_len - _PROMPT
+        vocabulary = engine.tokenizer.vocab_size
+        params = SamplingParams(temperature=0.0, max_tokens=limit, ignore_eos=True)
+        names = [f"movement-{turn}-{row}" for row in range(self._batch)]
+        for name in names:
+            prompt = self._random.integers(vocabulary, size=_PROMPT).tolist()
+            engine.add_request(name, prompt, params)
+        engine.set_policy(narrow)
         engine.set_policy("adaptive")
-        _decode(engine, min(limit - 2, 4 * steps), quiet, moving)
-        for row in range(batch):
-            engine.abort(f"movement-{turn}-{row}")
-    engine.check_integrity()
-    if not moving:
-        raise PwError("no plane moved in any decode step", "raise --memory-budget")
-    moved = engine.status().bytes_reloaded - began
-    return {
-        "batch": batch,
-        "reloaded_bytes": moved,
-        "reloaded_GB_s_while_moving": moved / (sum(moving) / 1e3) / 1e9,
-        **_percentiles("quiet", quiet),
-        **_percentiles("moving", moving),
-        "p99_ratio": float(np.percentile(moving, 99) / np.percentile(quiet, 99)) if quiet else None,
-    }
+        left = limit - 2 - self._until(lambda: self._moves, limit // 4)
+        while left > 2 * _SPELL and min(map(len, self.times.values())) < steps:
+            if not self._moves and self._engine._parts.precision.pending is False:
+                break  # all is back
+            left -= self._spell(moving=True)
+            with _held_still(engine):
+                left -= self._until(lambda: not self._moves, limit // 4)
+                left -= self._spell(moving=False)
+        for name in names:
+            engine.abort(name)
+
+    @property
+    def _moves(self) -> bool:
+        mover = self._engine._parts.mover
+        return mover is not None and mover.pending > 0
+
+    def _until(self, reached: Callable[[], bool], most: int) -> int:
+        """Steps that are not looked at; how many."""
+        for number in range(most):
+            if reached():
+                return number
+            self._engine.step()
+        return most
+
+    def _spell(self, *, moving: bool) -> int:
+        """A few steps, each noted where it belongs; how many."""
+        engine, precision = self._engine, self._engine._parts.precision
+        plain, points = precision.safe_point, list[float]()
+
+        def timed(*arguments: Any) -> None:
+            started = time.perf_counter()
+            plain(*arguments)
+            points.append((time.perf_counter() - started) * 1e3)
+
+        precision.safe_point = timed  # type: ignore[method-assign]
+        try:
+            for _ in range(_SPELL):
+                before = self._moves
+                started = time.perf_counter()
+                engine.step()
+                elapsed = (time.perf_counter() - started) * 1e3
+                if (before or self._moves) == moving:
+                    self.times[moving].append(elapsed)
+                    self.points[moving] += points
+                points.clear()
+        finally:
+            del precision.safe_point
+        return _SPELL
 
 
-def _decode(engine: Engine, steps: int, quiet: list[float], moving: list[float]) -> None:
-    """Decode, and note each step's milliseconds where they belong."""
-    before = engine.status()
-    for _ in range(steps):
-        started = time.perf_counter()
-        engine.step()
-        elapsed = (time.perf_counter() - started) * 1e3
-        after = engine.status()
-        moved = before.moves_in_flight > 0 or after.moves_in_flight > 0
-        if moved or after.transitions == before.transitions:
-            (moving if moved else quiet).append(elapsed)
-        before = after
+@contextmanager
+def _held_still(engine: Engine) -> Iterator[None]:
+    """No raise begins inside."""
+    precision: Any = engine._parts.precision
+    precision._agenda.clear()
+    precision._pressure.decide = lambda **_: Decision(reason="held still")
+    try:
+        yield
+    finally:
+        del precision._pressure.decide
 
 
-def _percentiles(name: str, milliseconds: list[float]) -> dict[str, Any]:
+def _percentiles(name: str, milliseconds: list[float], points: list[float]) -> dict[str, Any]:
     found: dict[str, Any] = {f"{name}_steps": len(milliseconds)}
-    for percentile in (50, 99) if milliseconds else ():
+    for percentile in (50, 99):
         found[f"{name}_p{percentile}_ms"] = float(np.percentile(milliseconds, percentile))
+        found[f"{name}_safe_point_p{percentile}_ms"] = float(np.percentile(points, percentile))
     return found
 
 
@@ -147,7 +222,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--memory-budget", type=parse_bytes, default=None)
     parser.add_argument("--transfer-budget", type=parse_bytes, default=1 << 28, help="a second")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 32])
-    parser.add_argument("--max-model-len", type=int, default=1024)
+    parser.add_argument("--max-model-len", type=int, default=2048)
+    parser.add_argument("--no-async-scheduling", action="store_true")
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--copied", type=parse_bytes, default=1 << 31, help="for each rate")
     parser.add_argument("--form", default="md", choices=("md", "csv", "json"))
@@ -160,7 +236,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"copies_of_{size >> 10}_KiB_GB_s": rate(device, size, options.copied)
             for size in COPY_BYTES
         }
-        steps = {f"batch_{n}": decode_steps(engine, n, options.steps) for n in options.batch}
+        steps = {f"batch_{n}": Steps(engine, n).run(options.steps) for n in options.batch}
         engine.close()
     except PwError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -182,6 +258,7 @@ def _engine(options: argparse.Namespace, folder: Path) -> Engine:
         max_num_seqs=max(options.batch),
         max_model_len=options.max_model_len,
         enable_prefix_caching=False,
+        async_scheduling=not options.no_async_scheduling,
         planner=PlannerConfig(transfer_budget_bytes=options.transfer_budget),
     )
     return Engine.from_artifact(folder if dummy else path, config)
