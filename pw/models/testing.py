@@ -112,7 +112,7 @@ def make_model(kind: str, seed: int = 0, **overrides: Any) -> Any:
     else:
         config = AutoConfig.for_model(**settings)
         factory = AutoModelForCausalLM.from_config
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):  # the weights are made on the CPU
         torch.manual_seed(seed)
         model = factory(config, attn_implementation="eager", experts_implementation="eager").eval()
         with torch.no_grad():

@@ -1,5 +1,6 @@
 """The ranks' sum over the wire between them: NCCL between GPUs, gloo between CPUs.
 
+Small sums between GPUs that see each other's memory go another way (`pw.engine.parallel.peers`).
 One sum is all that they compute together; everything else goes from rank 0 to the others as
 messages (`pw.engine.parallel.messages`). The group is an object of its own, not torch's default
 group: an engine may be one of several in its process. Ranks find each other in a folder that only
@@ -8,6 +9,7 @@ this user can read, and gloo listens on the loopback address alone.
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from datetime import timedelta
@@ -16,9 +18,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import AllreduceOptions, FileStore  # type: ignore[attr-defined]
+from torch.distributed import (  # type: ignore[attr-defined]
+    AllreduceOptions,
+    FileStore,
+    PrefixStore,
+)
+
+from pw.engine.parallel.peers import PeerSums
+
+logger = logging.getLogger(__name__)
 
 _LOOPBACK = "127.0.0.1"
+_TRIED = 1024  # numbers of a first sum whose result is known
 _LEAVE_SECONDS = 3.0  # for a group to be left; NCCL does not leave while a graph holds a sum
 _NCCL = {
     # A rank that is lost or late is seen to by `pw.engine.parallel.team`, with an exit code of 1
@@ -53,8 +64,10 @@ class RankGroup:
         self._group: Any = make(store, rank, size, timedelta(seconds=timeout))
         self._options = AllreduceOptions()
         self._options.asyncOp = False
+        self._peers: PeerSums | None = None
         if not self.agree(True):  # the connection is made now
             raise RuntimeError(f"not all of {size} ranks have met")
+        self._peers = self._connect_peers(store, folder)
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Replace a tensor by the sum over the ranks, the same bits on each; on the current stream.
@@ -63,6 +76,8 @@ class RankGroup:
             RuntimeError: A rank has gone, or has not come in time.
         """
         whole = tensor.contiguous()
+        if self._peers is not None and self._peers.takes(whole):
+            return self._peers.all_reduce(whole)
         work = self._group.allreduce([whole], self._options)
         if work is not None:  # NCCL's is part of the current stream, and needs no wait
             work.wait()
@@ -72,6 +87,26 @@ class RankGroup:
         """Whether all ranks are ready."""
         votes = self.all_reduce(torch.tensor([float(ready)], device=self._device))
         return int(votes) == self.size
+
+    def _connect_peers(self, store: Any, folder: Path) -> PeerSums | None:
+        """Another way for small sums, if all ranks have it and it gives the right ones."""
+        if not self.agree(PeerSums.supported(self.size, self._device)):
+            return None
+        peers = None
+        try:
+            peers = PeerSums(
+                PrefixStore("peers", store), self.rank, self.size, folder, self._device
+            )
+        except Exception as error:  # whatever a torch or a driver does that has it not
+            logger.warning("small sums go over NCCL, slower: %s", str(error).partition("\n")[0])
+        if not self.agree(peers is not None) or peers is None:
+            return None
+        ones = torch.full((_TRIED,), float(self.rank + 1), device=self._device)
+        right = bool((peers.all_reduce(ones) == self.size * (self.size + 1) / 2).all())
+        if not self.agree(right):
+            logger.warning("small sums go over NCCL, slower: another way gave wrong ones")
+            return None
+        return peers
 
     def close(self) -> None:
         """Leave; who waits in a sum here waits no longer."""

@@ -14,10 +14,7 @@ import logging
 import os
 import select
 import shutil
-import signal
 import socket
-import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -30,19 +27,17 @@ import torch
 from pw import errors, logs
 from pw.config import EngineConfig
 from pw.engine.parallel import messages
+from pw.engine.parallel.child import Follower, launch
 from pw.engine.parallel.group import RankGroup
-from pw.engine.process.wire import FrameBuffer
 from pw.errors import ConfigError, EngineLostError, PwError, StoreError
 from pw.memory.budget import MemoryPlan
 
 logger = logging.getLogger(__name__)
 
-_END_SECONDS = 5.0  # for a follower to end by itself
 _REASON_SECONDS = 1.0  # for the end of a follower to be seen after a sum has failed
 _STUCK_SECONDS = 5.0  # for a step that waits for a lost rank to give up
 _COMPILE_SECONDS = 120.0  # of a step in which kernels are compiled, beside the ranks' wait
 _LOOK_SECONDS = 0.25  # between looks at the clock
-_RECEIVE_BYTES = 1 << 16
 
 _Answer = TypeVar(
     "_Answer",
@@ -58,66 +53,6 @@ def plan_digest(plan: MemoryPlan) -> str:
     """What ranks compare to see that they divide the budget alike: page ids mean the same."""
     numbers = (plan.num_pages, plan.page_bytes, plan.layouts, plan.max_model_len)
     return hashlib.blake2b(repr(numbers).encode(), digest_size=8).hexdigest()
-
-
-def launch(theirs: socket.socket) -> subprocess.Popen[bytes]:
-    """Start a follower with its end of a socket."""
-    return subprocess.Popen(
-        [sys.executable, "-P", "-m", "pw.engine.parallel.follower", str(theirs.fileno())],
-        pass_fds=(theirs.fileno(),),
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path)},
-        stdin=subprocess.DEVNULL,
-        stdout=2,  # results are rank 0's alone
-        start_new_session=True,
-    )
-
-
-class Follower:
-    """One other rank: its process, and our end of the socket."""
-
-    def __init__(self, rank: int, child: subprocess.Popen[bytes], sock: socket.socket) -> None:
-        self.rank, self._child, self.socket = rank, child, sock
-        self._inbox = FrameBuffer()
-        self._messages: list[messages.FromFollower] = []
-        self.lost: messages.Lost | None = None
-
-    @property
-    def pid(self) -> int:
-        """Of its process."""
-        return self._child.pid
-
-    def receive(self, seconds: float | None) -> list[messages.FromFollower]:
-        """Messages that have come; waits for the first for at most so long, None = for ever."""
-        readable, _, _ = select.select([self.socket], [], [], seconds)
-        if readable:
-            with contextlib.suppress(ConnectionError):
-                for body in self._inbox.feed(self.socket.recv(_RECEIVE_BYTES)):
-                    message = messages.decode_from_follower(body)
-                    if isinstance(message, messages.Lost):
-                        self.lost = message
-                    else:
-                        self._messages.append(message)
-        taken, self._messages = self._messages, []
-        return taken
-
-    def put_back(self, unread: list[messages.FromFollower]) -> None:
-        """Have the next `receive` give these first: ends of copies come between answers."""
-        self._messages = unread + self._messages
-
-    def how_it_ended(self, seconds: float = 0.0) -> str | None:
-        """How its process has ended, after waiting for so long; None if it lives."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            code = self._child.wait(seconds)
-            if self.lost is not None:
-                return self.lost.message
-            return f"exit code {code}" if code >= 0 else signal.Signals(-code).name
-        return None
-
-    def end(self) -> None:
-        """See to it that it is gone."""
-        if self.how_it_ended(_END_SECONDS) is None:
-            self._child.kill()
-            self._child.wait()
 
 
 class Team:

@@ -35,13 +35,8 @@ def budget_of(config: EngineConfig, device: torch.device) -> int:
 
 
 def decodes_in_graphs(config: EngineConfig, device: torch.device) -> bool:
-    """Whether decode steps are to be captured, and memory is to be set aside for them.
-
-    With several ranks only where the environment has PW_RANKS_IN_GRAPHS: see docs/scale.md.
-    """
-    several = config.tensor_parallel_size > 1
-    wanted = not config.enforce_eager and (not several or "PW_RANKS_IN_GRAPHS" in os.environ)
-    return device.type == "cuda" and wanted
+    """Whether decode steps are to be captured, and memory is to be set aside for them."""
+    return device.type == "cuda" and not config.enforce_eager
 
 
 def demand_of(

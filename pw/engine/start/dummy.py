@@ -1,7 +1,7 @@
 """Planes, LUTs and tables that look like an artifact's and mean nothing: for load tests.
 
-All blocks of a module hold the same random planes, so that the host keeps one copy; on the device
-every block has pages of its own, as with a real model.
+All blocks of a module hold the same random planes, so that the host makes and keeps one copy; on
+the device every block has pages of its own, as with a real model.
 """
 
 from __future__ import annotations
@@ -49,7 +49,9 @@ class DummySource:
     def read_planes(self, key: BlockKey, first: int, count: int, out: NDArray[np.uint8]) -> None:
         """Random bits, the same for every block of a module."""
         generator = np.random.default_rng([MODULES.index(key.module), first])
-        np.frombuffer(out, np.uint8)[:] = generator.integers(256, size=out.nbytes, dtype=np.uint8)
+        np.frombuffer(out, np.uint64)[:] = generator.integers(
+            1 << 64, size=out.nbytes // 8, dtype=np.uint64
+        )
 
     def read_lut(self, key: BlockKey, bits: int, out: NDArray[np.uint8]) -> None:
         """Quantiles of a normal distribution in every row: [N padded, 2^bits]."""
