@@ -221,14 +221,15 @@ def kept_apart(model: Model, tokens: int) -> cuda_moe.Plan | None:
 def module_times(
     layer: Layer, batches: Sequence[Any], plan: cuda_moe.Plan | None
 ) -> dict[str, float]:
-    """Median microseconds of route, gate_up, down and combine; two classes are added up."""
+    """Median microseconds of route, if any, gate_up, down and combine; classes are added up."""
     rows = kernel_times([lambda b=batch: layer.run(b, plan) for batch in batches])
     median = [statistics.median(column) for column in zip(*rows, strict=True)]
-    half = (len(median) - 2) // 2
+    listed = len(median) % 2 == 0  # a single token needs no lists
+    half = (len(median) - 1) // 2
     return {
-        "route": median[0],
-        "gate_up": sum(median[1 : 1 + half]),
-        "down": sum(median[1 + half : -1]),
+        "route": median[0] if listed else 0.0,
+        "gate_up": sum(median[listed : listed + half]),
+        "down": sum(median[listed + half : -1]),
         "combine": median[-1],
     }
 

@@ -1,10 +1,10 @@
 """Fused MoE in CUDA C++ compiled at run time: the fast form on NVIDIA GPUs.
 
-Launches: `route` (tokens to experts, work lists, statistics), then gate_up and down once per class
-of width (2-4 bits decode in registers, 5-8 through shared memory), then `combine`. Each block of a
-launch finds its expert, width and pages on the device, so widths mix freely and a captured CUDA
-graph stays valid while they change. Grids depend on shapes alone. The kernels are in `moe.cu` and
-`routing.cu`.
+Launches: `route` (tokens to experts, work lists, statistics; not for a single token), then gate_up
+and down once per class of width (2-4 bits decode in registers, 5-8 through shared memory), then
+`combine`. Each block of a launch finds its expert, width and pages on the device, so widths mix
+freely and a captured CUDA graph stays valid while they change. Grids depend on shapes alone. The
+kernels are in `moe.cu` and `routing.cu`.
 
 Axes as in `reference.py`. A group is up to 8 * token_tiles slots of one expert, a slot one
 (token, expert) pair, S = T * k of them.
@@ -12,6 +12,7 @@ Axes as in `reference.py`. A group is up to 8 * token_tiles slots of one expert,
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import dataclass
 
 import torch
@@ -19,7 +20,15 @@ from torch import Tensor
 
 from pw_kernels import cuda_prefill, nvrtc
 from pw_kernels.bitplane import MAX_BITS, TILE_BYTES, TILE_ROWS
-from pw_kernels.cuda_routing import KINDS, Arguments, combine, kernel, route, shape_constants
+from pw_kernels.cuda_routing import (
+    KINDS,
+    Arguments,
+    Routed,
+    combine,
+    kernel,
+    route,
+    shape_constants,
+)
 from pw_kernels.pages import WeightPages
 
 PROMPT_SLOTS = 200  # of each expert, on average: from here blocks are expanded once for all of them
@@ -36,19 +45,24 @@ class Tuning:
     Attributes:
         split: Warps that share the columns of a row tile; a block has twice as many.
         blocks: Blocks wanted on a multiprocessor; bounds the registers of a thread.
-        stages: Tiles that a warp has in flight, where tables are in registers.
-        items: Pairs of row tiles that a block takes, where tables are in shared memory.
-        resident: Bytes of shared memory for tables, there: a block takes as many row tiles at once
-            as fit, and the rest in turn.
+        items: Pairs of row tiles that a block takes at least.
+        resident: Bytes of shared memory for tables, where they are there: a block takes as many row
+            tiles at once as fit, and the rest in turn.
         pingpong: Two turns of the loop instead of one, so that no register is copied; up to 6 bits.
+        shares: One wave of blocks shares out all work; else a block for each `items`.
+        mixed: At 4 bits every second row block looks up in shared memory.
+        halved: A block takes half of the rows of a pair of row tiles, where tables are in
+            registers; for plans that are `direct`.
     """
 
     split: int
     blocks: int
-    stages: int = 2
     items: int = 1
     resident: int = 64 << 10
     pingpong: bool = False
+    shares: bool = False
+    mixed: bool = False
+    halved: bool = False
 
 
 @dataclass(frozen=True)
@@ -62,6 +76,7 @@ class Plan:
         register_bits: At most 4.
         widths: Least and greatest width that a block may have.
         overlap: Launches may begin while the one before ends.
+        direct: A single token needs no list: each of its slots is a group.
     """
 
     token_tiles: int
@@ -70,6 +85,7 @@ class Plan:
     register_bits: int = 4
     widths: tuple[int, int] = (2, MAX_BITS)
     overlap: bool = True
+    direct: bool = False
 
     @property
     def classes(self) -> tuple[tuple[int, int, Tuning], ...]:
@@ -105,7 +121,9 @@ def choose_plan(slots: int, experts: int, shared_bytes: int = _ROOMY) -> Plan:
         return Plan(1, Tuning(4, 2), None)
     if slots <= 4 * experts:
         return Plan(1, Tuning(2, 5), Tuning(4, 2, items=2, pingpong=True))
-    if slots <= 24 * experts or shared_bytes < _ROOMY:
+    if shared_bytes < _ROOMY:
+        return Plan(2, Tuning(2, 4), Tuning(2, 2, items=2))
+    if slots <= 24 * experts:
         return Plan(2, Tuning(2, 4), Tuning(4, 2, items=2))
     return Plan(4, Tuning(2, 3), Tuning(4, 1, items=2))
 
@@ -144,11 +162,16 @@ def fused_moe(
         )  # fmt: skip
     if plan is None:
         plan = choose_plan(count, experts, nvrtc.shared_bytes(device.index or 0))
-    routed = route(
-        topk_ids, topk_weights, (gate_up, down), _MMA_TOKENS * plan.token_tiles,
-        plan.classes[0][1], statistics, live,
-    )  # fmt: skip
-    x, groups = x.contiguous(), len(routed.slots)
+    direct = plan.direct and tokens == 1
+    modules = (gate_up, down)
+    if direct:
+        routed = _unlisted(topk_ids, topk_weights, gate_up, live)
+    else:
+        routed = route(
+            topk_ids, topk_weights, modules, _MMA_TOKENS * plan.token_tiles, plan.classes[0][1],
+            statistics, live,
+        )  # fmt: skip
+    x, groups = x.contiguous(), count if direct else len(routed.slots)
     hidden = torch.empty(count, down.cols, dtype=x.dtype, device=device)
     results = torch.empty(count, down.rows, dtype=torch.float32, device=device)
     for module, pages, source, target, bias in (
@@ -162,14 +185,45 @@ def fused_moe(
             routed.weights.data_ptr(), routed.work[module].data_ptr(), routed.slots.data_ptr(),
             target.data_ptr(), count, groups, TILE_BYTES,
         )  # fmt: skip
+        given: tuple[ctypes.Structure, ...] = (arguments,)
+        if direct:
+            given = (arguments, _direct(routed, pages, statistics))
         defines = {
             **shape_constants(pages, arena.shape[1]), "FLOAT16": int(x.dtype == torch.float16),
             "TOP_K": top_k, "GATED": 1 - module, "KIND": KINDS[activation],
-            "BIAS": int(bias is not None), "EXPAND": 0,
+            "BIAS": int(bias is not None), "EXPAND": 0, "DIRECT": int(direct),
         }  # fmt: skip
-        _launch_classes(plan, pages, groups, defines, arguments, device)
+        _launch_classes(plan, pages, groups, defines, given, device)
     combine(results, routed, out, overlap=plan.overlap)
     return out
+
+
+class _Direct(ctypes.Structure):
+    """`Direct` of moe.cu."""
+
+    _fields_ = (
+        ("ids", ctypes.c_void_p),
+        ("bits", ctypes.c_void_p),
+        ("offsets", ctypes.c_void_p),
+        ("live", ctypes.c_void_p),
+        ("statistics", ctypes.c_void_p),
+        ("experts", ctypes.c_int),
+    )
+
+
+def _direct(routed: Routed, pages: WeightPages, statistics: Tensor | None) -> _Direct:
+    return _Direct(
+        routed.ids.data_ptr(), pages.bits.data_ptr(), pages.lut_offset.data_ptr(),
+        0 if routed.live is None else routed.live.data_ptr(),
+        0 if statistics is None else statistics.data_ptr(), pages.experts,
+    )  # fmt: skip
+
+
+def _unlisted(ids: Tensor, weights: Tensor, pages: WeightPages, live: Tensor | None) -> Routed:
+    """What a call without lists knows of its slots."""
+    none = torch.empty(0, dtype=torch.int32, device=ids.device)
+    counts = pages.bits  # of which only the length is read
+    return Routed((none, none), none, counts, ids.contiguous(), weights.float().contiguous(), live)
 
 
 def _launch_classes(
@@ -177,30 +231,44 @@ def _launch_classes(
     pages: WeightPages,
     groups: int,
     defines: dict[str, int],
-    arguments: Arguments,
+    arguments: tuple[ctypes.Structure, ...],
     device: torch.device,
 ) -> None:
     """Launch the kernel of each class of widths that a block of these pages can have."""
     pairs = (-(-pages.rows // TILE_ROWS) + 1) // 2
     widest = min(plan.widths[1], pages.plane_pages.shape[1])
+    index = device.index or 0
     first = 1
     for number, (low, high, tuning) in enumerate(plan.classes):
         low, high = max(low, plan.widths[0]), min(high, widest)
         if low > high:
             continue
+        halved = tuning.halved and bool(defines["DIRECT"])
         constants = {
             **defines, "CLASS": number, "LOW": low, "HIGH": high, "NT": plan.token_tiles,
             "WK": tuning.split, "ITEMS": tuning.items, "BLOCKS": tuning.blocks,
-            "STAGES": tuning.stages, "TABLE_BITS": plan.register_bits + 1, "FIRST": first,
-            "RESIDENT": tuning.resident, "PINGPONG": int(tuning.pingpong),
-            "SHARED_BASE": nvrtc.reserved_shared_bytes(device.index or 0),
+            "TABLE_BITS": plan.register_bits + 1, "FIRST": first, "RESIDENT": tuning.resident,
+            "PINGPONG": int(tuning.pingpong), "SHARES": int(tuning.shares),
+            "HYBRID": int(tuning.mixed), "HALVED": int(halved),
+            "SHARED_BASE": nvrtc.reserved_shared_bytes(index),
         }  # fmt: skip
         shared = max(_shared_bytes(b, plan, tuning) for b in range(low, high + 1))
+        units = -(-pairs // tuning.items)
+        grid: tuple[int, ...] = (2 * pairs if halved else units, groups)
+        if tuning.shares:
+            grid = (min(_places(shared, tuning, index), units * groups),)
         kernel("moe.cu", "experts", constants, device).launch(
-            (-(-pairs // tuning.items), groups), 2 * _LANES * tuning.split, shared, arguments,
-            overlap=plan.overlap,
-        )  # fmt: skip
+            grid, 2 * _LANES * tuning.split, shared, *arguments, overlap=plan.overlap
+        )
         first = 0
+
+
+def _places(shared: int, tuning: Tuning, device: int) -> int:
+    """Blocks that a device holds at once, each with `shared` bytes of dynamic shared memory."""
+    room = nvrtc.device_attribute("MAX_SHARED_MEMORY_PER_MULTIPROCESSOR", device)
+    each = shared + nvrtc.reserved_shared_bytes(device)
+    multiprocessors = nvrtc.device_attribute("MULTIPROCESSOR_COUNT", device)
+    return multiprocessors * max(1, min(tuning.blocks, room // each))
 
 
 def _shared_bytes(bits: int, plan: Plan, tuning: Tuning) -> int:
@@ -208,7 +276,8 @@ def _shared_bytes(bits: int, plan: Plan, tuning: Tuning) -> int:
     warps, tokens = 2 * tuning.split, plan.token_tiles
     parts = warps * tokens * 1024
     if bits <= plan.register_bits:
-        return 2 * (64 << bits) + parts + warps * tuning.stages * (bits + 4 * tokens) * 512
+        spread = 4096 if bits == 4 and tuning.mixed else 0
+        return spread + 2 * (64 << bits) + parts + warps * 2 * (bits + 4 * tokens) * 512
     tiles = 1
     while (
         2 * tiles * (256 << bits) <= tuning.resident

@@ -7,16 +7,33 @@
 //   LOW, HIGH     widths that this kernel takes;  CLASS: which of the two work lists it walks
 //   GATED         1: gate_up with activation KIND; 0: down with router weight
 //   TOP_K, BIAS, NT (token tiles of 8 in a group), WK (warps that split K of a row tile; a block has 2 * WK)
-//   ITEMS         pairs of row tiles that a block takes (tables in shared memory only)
+//   ITEMS         pairs of row tiles that a block takes at least
 //   RESIDENT      bytes of shared memory for tables, 65536 at most: as many row tiles as fit are taken at once (the same)
 //   PINGPONG      1: two turns of the loop instead of one, so that no register is copied (the same, up to 6 bits)
 //   EXPAND        1: blocks are written out as matrices, for prompts, instead of multiplied
-//   STAGES        tiles in flight of a warp (tables in registers only);  BLOCKS: wanted on a multiprocessor
+//   BLOCKS        wanted on a multiprocessor
+//   SHARES        1: the blocks share out all work by the cost of widths; 0: a grid [units, groups], a unit being ITEMS items
+//   HYBRID        1: at 4 bits every second row block looks up in shared memory, which relieves the ALU
+//   HALVED        1: an item is half of the rows of a pair of row tiles (tables in registers only)
+//   DIRECT        1: one token, so that every slot is a group and no list is needed
 //   FIRST         1: the first launch of its module, which waits for what the launches before it wrote
 //   TABLE_BITS    first width whose tables lie in shared memory;  SHARED_BASE: where dynamic shared memory begins
 //
 // The matrix unit multiplies weights [16 rows x 16 k] by tokens [16 k x 8]: a lane decodes the words that it
 // loads straight into its own operand, because the plane layout is in lane order (bitplane.py).
+
+#ifndef SHARES
+#define SHARES 0
+#endif
+#ifndef HYBRID
+#define HYBRID 0
+#endif
+#ifndef HALVED
+#define HALVED 0
+#endif
+#ifndef DIRECT
+#define DIRECT 0
+#endif
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
@@ -38,6 +55,8 @@ DI constexpr u32 rotl(u32 x, int n) { return (n & 31) ? (x << (n & 31)) | (x >> 
 template <int S> DI u32 rotl_by(u32 x) { if constexpr ((S & 31) == 0) return x; else return __funnelshift_l(x, x, S & 31); }
 template <int S> DI u32 rotr(u32 x) { if constexpr ((S & 31) == 0) return x; else return __funnelshift_r(x, x, S & 31); }
 
+// Read anew at each call: what depends on it is not kept in registers over the pieces of a share.
+DI int thread_index() { u32 t; asm volatile("mov.u32 %0,%%tid.x;" : "=r"(t)); return (int)t; }
 DI u64 mad_wide(u32 a, u32 b, u64 c) { u64 d; asm("mad.wide.u32 %0,%1,%2,%3;" : "=l"(d) : "r"(a), "r"(b), "l"(c)); return d; }
 DI uint4 load_stream(const void* p) {
   uint4 v;
@@ -115,18 +134,21 @@ constexpr int TOKENS = 8 * NT, WARPS = 2 * WK, TILE_SHIFT = PAGE_SHIFT - 9;
 constexpr int HALF_TILES = GATED ? ROW_TILES / 2 : 1;         // from a row tile to its partner
 DI int row_tile(int item, int half) { return GATED ? item + half * HALF_TILES : min(2 * item + half, ROW_TILES - 1); }
 
-// The planes of one expert: words `lane` of tile t of the first B planes. Page ids change rarely, so they are kept.
-template <int B> struct Planes {
-  const int* pages; u64 start; u32 tile_bytes, base[B]; int page;
+// The planes of one expert: words `lane` of tile t. Page ids are read again for each tile: registers are scarcer than loads.
+struct Planes {
+  const int* pages; u64 start; u32 tile_bytes;
   DI Planes(const Arguments& a, int expert, int lane)
-      : pages(a.plane_pages + expert * (PLANES * PP)), start((u64)a.arena + lane * 16), tile_bytes(a.tile_bytes), page(-1) {}
-  DI void seek(int tile) {
-    if (tile >> TILE_SHIFT == page) return;
-    page = tile >> TILE_SHIFT;
-    UNROLL for (int p = 0; p < B; p++) base[p] = ((u32)__ldg(pages + p * PP + page) - page) << TILE_SHIFT;
+      : pages(a.plane_pages + expert * (PLANES * PP)), start((u64)a.arena + lane * 16), tile_bytes(a.tile_bytes) {}
+  DI u64 at(int p, int tile) const {
+    u64 inside = mad_wide(tile & ((1 << TILE_SHIFT) - 1), tile_bytes, start);
+    return mad_wide((u32)__ldg(pages + p * PP + (tile >> TILE_SHIFT)), tile_bytes << TILE_SHIFT, inside);
   }
-  DI u64 at(int p, int tile) const { return mad_wide(base[p] + tile, tile_bytes, start); }
 };
+// The slot at a place of a group, slot_count where there is none.
+DI int slot_at(const Arguments& a, int group, int place) {
+  if (DIRECT) return place ? a.slot_count : group;
+  return __ldg(a.slots + group * TOKENS + place);
+}
 // Sixteen bytes at byte `at` of the table in use.
 DI const uint4* table_at(const Arguments& a, int4 work, int at) {
   int expert = work.y;
@@ -139,7 +161,7 @@ struct Inputs {
   u64 x[NT]; u32 bytes[NT];                                     // 16, or 0 where a group has no token
   DI Inputs(const Arguments& a, int group, int lane) {
     UNROLL for (int n = 0; n < NT; n++) {
-      int slot = __ldg(a.slots + group * TOKENS + n * 8 + (lane >> 2));
+      int slot = slot_at(a, group, n * 8 + (lane >> 2));
       bytes[n] = slot < a.slot_count ? 16 : 0;
       if (slot >= a.slot_count) slot = 0;
       x[n] = (u64)(a.x + (u64)(GATED ? slot / TOP_K : slot) * COLS + (lane & 3) * 8);
@@ -156,27 +178,33 @@ struct Inputs {
   }
 };
 typedef float Sums[2][NT][4];                                  // rows r, r+8 | r+16, r+24 by NT * 8 tokens
-DI void clear(Sums acc) { UNROLL for (int i = 0; i < 8 * NT; i++) acc[i & 1][i >> 3][(i >> 1) & 3] = 0.0f; }
-// The K split is added up through shared memory: [2 halves][WK or WARPS parts][8 * NT][32 lanes].
-DI void put(float* parts, Sums acc, int lane) {
-  UNROLL for (int i = 0; i < 8 * NT; i++) parts[i * 32 + lane] = acc[i & 1][i >> 3][(i >> 1) & 3];
+// ROW_BLOCKS of 16 rows are summed at once, sum i of a lane being that of block i % ROW_BLOCKS. The K split is added up
+// through shared memory: [2 halves][SPLIT parts][sums][32 lanes].
+template <int ROW_BLOCKS> DI void clear(float (*acc)[NT][4]) {
+  UNROLL for (int i = 0; i < 4 * ROW_BLOCKS * NT; i++) acc[i % ROW_BLOCKS][i / ROW_BLOCKS >> 2][i / ROW_BLOCKS & 3] = 0.0f;
 }
-template <int SPLIT> DI void finish(const Arguments& a, const float* parts, int item, int group, int expert, int lane, int warp) {
-  ROLLED for (int i = warp; i < 8 * NT; i += WARPS) {
-    int slot = __ldg(a.slots + group * TOKENS + (i >> 3) * 8 + (lane & 3) * 2 + ((i >> 1) & 1));
+template <int ROW_BLOCKS> DI void put(float* parts, float (*acc)[NT][4], int lane) {
+  UNROLL for (int i = 0; i < 4 * ROW_BLOCKS * NT; i++) parts[i * 32 + lane] = acc[i % ROW_BLOCKS][i / ROW_BLOCKS >> 2][i / ROW_BLOCKS & 3];
+}
+// Of the pair of row tiles `pair`, from row block `block` on.
+template <int SPLIT, int ROW_BLOCKS> DI void finish(const Arguments& a, const float* parts, int pair, int block, int group, int expert, int lane, int warp) {
+  constexpr int SUMS = 4 * ROW_BLOCKS * NT;
+  ROLLED for (int i = warp; i < SUMS; i += WARPS) {
+    int which = i / ROW_BLOCKS;
+    int slot = slot_at(a, group, (which >> 2) * 8 + (lane & 3) * 2 + (which & 1));
     if (slot >= a.slot_count) continue;
     float sum[2] = {0.0f, 0.0f};
     UNROLL for (int half = 0; half < 2; half++)
-      UNROLL for (int w = 0; w < SPLIT; w++) sum[half] += parts[((half * SPLIT + w) * 8 * NT + i) * 32 + lane];
-    int row = (lane >> 2) + 16 * (i & 1) + 8 * ((i >> 2) & 1);
+      UNROLL for (int w = 0; w < SPLIT; w++) sum[half] += parts[((half * SPLIT + w) * SUMS + i) * 32 + lane];
+    int row = (lane >> 2) + 16 * (i % ROW_BLOCKS + block) + 8 * ((which >> 1) & 1);
     if (GATED) {
-      int n = item * 32 + row;
+      int n = pair * 32 + row;
       if (BIAS) { sum[0] += a.bias[expert * ROWS + n]; sum[1] += a.bias[expert * ROWS + n + ROWS / 2]; }
       reinterpret_cast<u16*>(a.out)[(u64)slot * (ROWS / 2) + n] = to_half(activate(sum[0], sum[1]));
     } else {
       float weight = __ldg(a.weights + slot);
       UNROLL for (int half = 0; half < 2; half++) {
-        int n = (2 * item + half) * 32 + row;
+        int n = (2 * pair + half) * 32 + row;
         if (n < ROWS) reinterpret_cast<float*>(a.out)[(u64)slot * ROWS + n] = (BIAS ? sum[half] + a.bias[expert * ROWS + n] : sum[half]) * weight;
       }
     }
@@ -210,99 +238,154 @@ DI void copy_async(u32 to, u64 from) { asm volatile("cp.async.cg.shared.global [
 DI void copy_async(u32 to, u64 from, u32 bytes) {              // the rest of 16 bytes is zero
   asm volatile("cp.async.ca.shared.global [%0],[%1],16,%2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
 }
+DI void copy_async8(u32 to, u64 from) { asm volatile("cp.async.ca.shared.global [%0],[%1],8;" ::"r"(to), "l"(from) : "memory"); }
 DI void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int PENDING> DI void wait() { asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory"); }
 
+// A look-up in tables in shared memory: see below, "up to 8 bits".
+template <int OFFSET> DI u32 entry(u32 at) { u32 d; asm volatile("ld.shared.u16 %0,[%1+%2];" : "=r"(d) : "r"(at), "n"(SHARED_BASE + OFFSET)); return d; }
+template <int AT> DI void look_shared(u32 even, u32 odd, u32 lane4, u32* h) {
+  UNROLL for (int q = 0; q < 4; q++) h[q] = mad(entry<AT>(prmt(odd, lane4, 0x5504 + q * 16)), 65536u, entry<AT>(prmt(even, lane4, 0x5504 + q * 16)));
+}
+// Rows r + 8i; those with odd i look up in shared memory if MIXED.
+template <int B> constexpr bool MIXED = B == 4 && HYBRID;
+template <int B, int ROW_BLOCKS> struct Merged {                // what slots share: planes 0 and 1; planes 2 and 3, or 2 alone
+  u32 pair[2 * ROW_BLOCKS][2], more[2 * ROW_BLOCKS][2];
+  DI Merged(const u32 (*words)[2 * ROW_BLOCKS]) {
+    UNROLL for (int i = 0; i < 2 * ROW_BLOCKS; i++)
+      UNROLL for (int odd = 0; odd < 2; odd++) {
+        u32 mask = odd ? ~M2 : M2;
+        pair[i][odd] = choose(words[0][i], words[1][i], mask);
+        if constexpr (MIXED<B>) more[i][odd] = i & 1 ? choose(words[2][i], words[3][i], mask) : words[2][i] & mask;
+        else if constexpr (B > 2) more[i][odd] = words[2][i] & mask;
+      }
+  }
+};
 // Weights of slot S: a[rows r, r+8 | r+16, r+24][first, second k16][operand register].
-template <int B, int S> DI void decode_low(const Table<B>* table, const u32 (*words)[4], const u32* even, const u32* odd, u32 (*a)[2][4]) {
-  UNROLL for (int i = 0; i < 4; i++) {
-    u32 pair = S & 1 ? odd[i] : even[i], t, u = 0;
-    if constexpr (B == 2) t = pair & rotl(M3, S);
-    else t = and_or(pair, rotl(M3, S), words[2][i] & rotl(M1, S + 2));
-    if constexpr (B == 4) u = and_or(words[3][i], rotl(M1, S + 3), rotl(POSITION, S + 1));
-    look<B>(table[i], S == 0 ? t : t >> S, B == 4 ? u >> (S + 1) : 0, a[i >> 1][0][i & 1], a[i >> 1][0][2 + (i & 1)]);
-    look<B>(table[i], rotr<16 + S>(t), B == 4 ? rotr<17 + S>(u) : 0, a[i >> 1][1][i & 1], a[i >> 1][1][2 + (i & 1)]);
+template <int B, int ROW_BLOCKS, int S>
+DI void decode_low(const Table<B>* table, const u32 (*words)[2 * ROW_BLOCKS], const Merged<B, ROW_BLOCKS>& merged, u32 lane4, u32 (*a)[2][4]) {
+  UNROLL for (int i = 0; i < 2 * ROW_BLOCKS; i++) {
+    u32 t = merged.pair[i][S & 1], u = 0, h[4];
+    if constexpr (B == 2) t &= rotl(M3, S);
+    else t = choose(t, merged.more[i][S & 1], rotl(M3, S));
+    if (MIXED<B> && (i & 1)) {
+      u32 even = rotr<S>(t & rotl(0x0F0F0F0Fu, S)), odd = rotr<S + 4>(t & rotl(0xF0F0F0F0u, S));
+      if (i & 2) look_shared<2>(even, odd, lane4, h); else look_shared<0>(even, odd, lane4, h);
+    } else {
+      if constexpr (B == 4) u = and_or(words[3][i], rotl(M1, S + 3), rotl(POSITION, S + 1));
+      look<B>(table[MIXED<B> ? i >> 1 : i], S == 0 ? t : t >> S, B == 4 ? u >> (S + 1) : 0, h[0], h[1]);
+      look<B>(table[MIXED<B> ? i >> 1 : i], rotr<16 + S>(t), B == 4 ? rotr<17 + S>(u) : 0, h[2], h[3]);
+    }
+    a[i >> 1][0][i & 1] = h[0]; a[i >> 1][0][2 + (i & 1)] = h[1]; a[i >> 1][1][i & 1] = h[2]; a[i >> 1][1][2 + (i & 1)] = h[3];
   }
 }
-template <int B, int S> DI void slot_low(const Table<B>* table, const u32 (*words)[4], const u32* even, const u32* odd, const uint4* x, Sums acc) {
-  u32 a[2][2][4];
-  decode_low<B, S>(table, words, even, odd, a);
+template <int B, int ROW_BLOCKS, int S>
+DI void slot_low(const Table<B>* table, const u32 (*words)[2 * ROW_BLOCKS], const Merged<B, ROW_BLOCKS>& merged, u32 lane4, const uint4* x, float (*acc)[NT][4]) {
+  u32 a[ROW_BLOCKS][2][4];
+  decode_low<B, ROW_BLOCKS, S>(table, words, merged, lane4, a);
   UNROLL for (int n = 0; n < NT; n++) {
     uint4 v = x[(S * NT + n) * 32];
-    UNROLL for (int m = 0; m < 2; m++) { multiply(acc[m][n], a[m][0], v.x, v.y); multiply(acc[m][n], a[m][1], v.z, v.w); }
+    UNROLL for (int m = 0; m < ROW_BLOCKS; m++) { multiply(acc[m][n], a[m][0], v.x, v.y); multiply(acc[m][n], a[m][1], v.z, v.w); }
   }
 }
-template <int B> DI void pair_up(const u32 (*words)[4], u32* even, u32* odd) {
-  UNROLL for (int i = 0; i < 4; i++) { even[i] = choose(words[0][i], words[1][i], M2); odd[i] = choose(words[0][i], words[1][i], ~M2); }
-}
-// A lane copies just what it reads itself, so a warp's stages need no barrier: [STAGES][B planes, 4 * NT inputs][32 lanes] uint4.
-template <int B> DI void run_low(const Arguments& a, int4 work, unsigned char* shared) {
-  constexpr int TABLE = 64 << B, STAGE = (B + 4 * NT) * 512;
-  int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, wk = warp % WK, half = warp / WK, group = work.x, expert = work.y;
-  int item = blockIdx.x, tile = row_tile(item, half) * COL_TILES;
-  unsigned char* tables = shared;                              // [2 halves] raw entries of 32 rows
-  float* parts = reinterpret_cast<float*>(shared + 2 * TABLE); // [2 halves][WK][8 * NT][32]
-  unsigned char* stages = shared + 2 * TABLE + WARPS * NT * 1024 + warp * STAGES * STAGE + lane * 16;
-  u32 to = (u32)__cvta_generic_to_shared(stages);
-  Planes<B> planes(a, expert, lane);
+// Items first to last of a group: what a warp needs next is copied while it computes, also across items. A lane copies just
+// what it reads itself, so a warp's two stages need no barrier: [2][B planes, 4 * NT inputs][32 lanes] uint4.
+template <int B> DI void run_low(const Arguments& a, int4 work, int first, int last, unsigned char* shared) {
+  constexpr int ROW_BLOCKS = HALVED ? 1 : 2, TABLE = (32 << B) * ROW_BLOCKS, STAGE = (B + 4 * NT) * 512, SUMS = 4 * ROW_BLOCKS * NT;
+  int thread = thread_index(), lane = thread & 31, warp = thread >> 5, wk = warp % WK, half = warp / WK, group = work.x, expert = work.y;
+  unsigned char* tables = shared + (MIXED<B> ? 4096 : 0);      // [2 halves] raw entries of an item's rows
+  float* parts = reinterpret_cast<float*>(tables + 2 * TABLE); // [2 halves][WK][SUMS][32]
+  unsigned char* stages = tables + 2 * TABLE + WARPS * SUMS * 128 + warp * 2 * STAGE + lane * 16;
+  u32 to = (u32)__cvta_generic_to_shared(stages), lane4 = lane * 4 + half * 128;
+  Planes planes(a, expert, lane);
   Inputs inputs(a, group, lane);
-  auto fetch_planes = [&](int kt, u32 stage) {
-    if (kt >= COL_TILES) return;
-    planes.seek(tile + kt);
-    UNROLL for (int p = 0; p < B; p++) copy_async(to + stage * STAGE + p * 512, planes.at(p, tile + kt));
+  auto pair_of = [](int item) { return HALVED ? item >> 1 : item; };
+  auto block_of = [](int item) { return HALVED ? item & 1 : 0; };
+  auto copy_tables = [&](int item) {
+    for (int i = thread; i < 2 * TABLE / 16; i += 32 * WARPS) {
+      int h = i / (TABLE / 16), byte = i % (TABLE / 16) * 16;
+      int row = row_tile(pair_of(item), h) * 32 + block_of(item) * 16;
+      copy_async((u32)__cvta_generic_to_shared(tables + h * TABLE + byte), (u64)table_at(a, work, row * (2 << B) + byte));
+    }
+  };
+  auto fetch_planes = [&](int item, int kt, u32 stage) {
+    int tile = row_tile(pair_of(item), half) * COL_TILES + kt;
+    UNROLL for (int p = 0; p < B; p++) {
+      if (HALVED) copy_async8(to + stage + p * 512, planes.at(p, tile) + block_of(item) * 8);
+      else copy_async(to + stage + p * 512, planes.at(p, tile));
+    }
   };
   auto fetch_inputs = [&](int kt, u32 stage) {
-    if (kt >= COL_TILES) return;
     UNROLL for (int n = 0; n < NT; n++) {
       u64 x = mad_wide(kt, 256, inputs.x[n]);
-      UNROLL for (int s = 0; s < 4; s++) copy_async(to + stage * STAGE + (B + s * NT + n) * 512, x + s * 64, inputs.size(n, kt, s, lane));
+      UNROLL for (int s = 0; s < 4; s++) copy_async(to + stage + (B + s * NT + n) * 512, x + s * 64, inputs.size(n, kt, s, lane));
     }
   };
-  for (int i = threadIdx.x; i < 2 * TABLE / 16; i += 32 * WARPS) {
-    int h = i / (TABLE / 16), byte = i % (TABLE / 16) * 16;
-    copy_async((u32)__cvta_generic_to_shared(tables + h * TABLE + byte), (u64)table_at(a, work, row_tile(item, h) * TABLE + byte));
-  }
-  UNROLL for (int i = 0; i < STAGES - 1; i++) fetch_planes(wk + i * WK, i);
+  copy_tables(first);
+  if (wk < COL_TILES) fetch_planes(first, wk, 0);
   inputs_ready();
-  UNROLL for (int i = 0; i < STAGES - 1; i++) { fetch_inputs(wk + i * WK, i); commit(); }
-  wait<STAGES - 2>();
-  __syncthreads();
-  Table<B> table[4];
-  UNROLL for (int i = 0; i < 4; i++)
-    table[i].read(reinterpret_cast<const u32*>(tables + half * TABLE + ((lane >> 2) + i * 8) * (2 << B)));
-  Sums acc;
-  clear(acc);
-  u32 stage = 0, behind = STAGES - 1;
-  ROLLED for (int kt = wk; kt < COL_TILES; kt += WK) {
-    fetch_planes(kt + (STAGES - 1) * WK, behind);
-    fetch_inputs(kt + (STAGES - 1) * WK, behind);
-    commit();
-    wait<STAGES - 1>();
-    const uint4* loaded = reinterpret_cast<const uint4*>(stages + stage * STAGE);
-    u32 words[B][4], even[4], odd[4];
-    UNROLL for (int p = 0; p < B; p++) {
-      uint4 v = loaded[p * 32];
-      words[p][0] = v.x; words[p][1] = v.y; words[p][2] = v.z; words[p][3] = v.w;
+  if (wk < COL_TILES) fetch_inputs(wk, 0);
+  commit();
+  u32 stage = 0;
+  ROLLED for (int now = first; now < last; now++) {
+    wait<0>();
+    __syncthreads();                                           // its tables are there; the sums and look-ups of the item before are
+    Table<B> table[MIXED<B> ? ROW_BLOCKS : 2 * ROW_BLOCKS];
+    UNROLL for (int i = 0; i < 2 * ROW_BLOCKS; i++)
+      if (!MIXED<B> || i % 2 == 0)
+        table[MIXED<B> ? i / 2 : i].read(reinterpret_cast<const u32*>(tables + half * TABLE + ((lane >> 2) + i * 8) * (2 << B)));
+    if constexpr (MIXED<B>)                                    // rows r + 8 (low half) and r + 24: two entries of a row, four copies
+      for (int i = thread; i < 128; i += 32 * WARPS) {
+        int r = i & 7, two = i >> 3 & 7, h = i >> 6;
+        const u32* from = reinterpret_cast<const u32*>(tables + h * TABLE) + (r + 8) * 8 + two;
+        u32 upper = from[0], lower = ROW_BLOCKS == 2 ? from[16 * 8] : 0;
+        unsigned char* at = shared + two * 512 + h * 128 + r * 16;
+        u32 v = prmt(upper, lower, 0x5410), w = prmt(upper, lower, 0x7632);
+        *reinterpret_cast<uint4*>(at) = make_uint4(v, v, v, v);
+        *reinterpret_cast<uint4*>(at + 256) = make_uint4(w, w, w, w);
+      }
+    if (now > first) finish<WK, ROW_BLOCKS>(a, parts, pair_of(now - 1), block_of(now - 1), group, expert, lane, warp);
+    if (MIXED<B> || last - first > 1) __syncthreads();
+    if (now + 1 < last) copy_tables(now + 1);
+    if (wk >= COL_TILES) commit();
+    float acc[ROW_BLOCKS][NT][4];
+    clear<ROW_BLOCKS>(acc);
+    ROLLED for (int turn = wk; turn < COL_TILES; turn += WK) {
+      int item = turn + WK < COL_TILES ? now : now + 1, kt = turn + WK < COL_TILES ? turn + WK : wk;
+      if (item < last) {
+        fetch_planes(item, kt, STAGE - stage);
+        fetch_inputs(kt, STAGE - stage);
+      }
+      commit();
+      wait<1>();
+      const uint4* loaded = reinterpret_cast<const uint4*>(stages + stage);
+      u32 words[B][2 * ROW_BLOCKS];
+      UNROLL for (int p = 0; p < B; p++) {
+        if constexpr (HALVED) {
+          uint2 v = *reinterpret_cast<const uint2*>(loaded + p * 32);
+          words[p][0] = v.x; words[p][1] = v.y;
+        } else {
+          uint4 v = loaded[p * 32];
+          words[p][0] = v.x; words[p][1] = v.y; words[p][2] = v.z; words[p][3] = v.w;
+        }
+      }
+      Merged<B, ROW_BLOCKS> merged(words);
+      slot_low<B, ROW_BLOCKS, 0>(table, words, merged, lane4, loaded + B * 32, acc);
+      slot_low<B, ROW_BLOCKS, 1>(table, words, merged, lane4, loaded + B * 32, acc);
+      slot_low<B, ROW_BLOCKS, 2>(table, words, merged, lane4, loaded + B * 32, acc);
+      slot_low<B, ROW_BLOCKS, 3>(table, words, merged, lane4, loaded + B * 32, acc);
+      stage = STAGE - stage;
     }
-    pair_up<B>(words, even, odd);
-    slot_low<B, 0>(table, words, even, odd, loaded + B * 32, acc);
-    slot_low<B, 1>(table, words, even, odd, loaded + B * 32, acc);
-    slot_low<B, 2>(table, words, even, odd, loaded + B * 32, acc);
-    slot_low<B, 3>(table, words, even, odd, loaded + B * 32, acc);
-    behind = stage;
-    stage = stage + 1 == STAGES ? 0 : stage + 1;
+    put<ROW_BLOCKS>(parts + warp * SUMS * 32, acc, lane);
   }
-  put(parts + warp * NT * 8 * 32, acc, lane);
   __syncthreads();
-  finish<WK>(a, parts, item, group, expert, lane, warp);
+  finish<WK, ROW_BLOCKS>(a, parts, pair_of(last - 1), block_of(last - 1), group, expert, lane, warp);
 }
 
 // ---- up to 8 bits: tables in shared memory, every lane owning a bank ------------------------------------------
 // Word `lane` of line (entry v, pair of row blocks j) holds entry v of rows r + 16j (low half) and r + 16j + 8 (high half),
 // r = lane / 4, at byte v * 256 + j * 128 + lane * 4. A lane reads its own bank alone: random lookups never conflict. The
 // address of a lookup is one byte permute: byte 0 is 4 * lane, byte 1 the code.
-
-template <int OFFSET> DI u32 entry(u32 at) { u32 d; asm volatile("ld.shared.u16 %0,[%1+%2];" : "=r"(d) : "r"(at), "n"(SHARED_BASE + OFFSET)); return d; }
 
 // `which` is the number of the table of a warp's row tile, in the bits of a byte above the code, already rotated by S.
 template <int B, int S> DI void bytes_of(const u32* words, const u32* pair, const u32* pair2, const u32* high, const u32* high2, u32 which, u32& even, u32& odd) {
@@ -317,9 +400,8 @@ template <int B, int S> DI void bytes_of(const u32* words, const u32* pair, cons
   even = rotr<S>(choose(low, top, rotl(0x0F0F0F0Fu, S))); odd = rotr<S + 4>(choose(low, top, rotl(0xF0F0F0F0u, S)));
 }
 template <int I> DI void row_high(u32 even, u32 odd, u32 lane4, u32 (*a)[2][4]) {
-  constexpr int AT = (I >> 1) * 128 + (I & 1) * 2;
   u32 h[4];
-  UNROLL for (int q = 0; q < 4; q++) h[q] = mad(entry<AT>(prmt(odd, lane4, 0x5504 + q * 16)), 65536u, entry<AT>(prmt(even, lane4, 0x5504 + q * 16)));
+  look_shared<(I >> 1) * 128 + (I & 1) * 2>(even, odd, lane4, h);
   a[I >> 1][0][I & 1] = h[0]; a[I >> 1][0][2 + (I & 1)] = h[1]; a[I >> 1][1][I & 1] = h[2]; a[I >> 1][1][2 + (I & 1)] = h[3];
 }
 template <int B, int S> DI void decode_high(const u32 (*words)[B], const u32 (*pairs)[4][2], u32 lane4, u32 which, u32 (*a)[2][4]) {
@@ -364,22 +446,22 @@ template <int B> DI void tile_high(const uint4* loaded, const Inputs& inputs, in
 template <int B, int TILES> struct Fill {
   static constexpr int PIECES = (1 << B) / 8, ROW = (2 << B) + 16, COPIES = TILES * 32 * PIECES, EACH = 2 * PIECES, JOBS = TILES * EACH;
   static constexpr int BYTES = TILES * 32 * ROW;
-  template <typename TileOf> DI static void load(const Arguments& a, int4 work, unsigned char* strip, TileOf tile_of) {
+  template <typename TileOf> DI static void load(const Arguments& a, int4 work, unsigned char* strip, int thread, TileOf tile_of) {
     UNROLL for (int i = 0; i < (COPIES + 32 * WARPS - 1) / (32 * WARPS); i++) {
-      int job = i * 32 * WARPS + threadIdx.x, row = job / PIECES, byte = job % PIECES * 16;
+      int job = i * 32 * WARPS + thread, row = job / PIECES, byte = job % PIECES * 16;
       if (COPIES % (32 * WARPS) && job >= COPIES) break;
       const uint4* from = table_at(a, work, (tile_of(row / 32) * 32 + row % 32) * (2 << B) + byte);
       copy_async((u32)__cvta_generic_to_shared(strip + row * ROW + byte), (u64)from);
     }
     commit();
   }
-  DI static void spread(const unsigned char* strip, unsigned char* tables) {
+  DI static void spread(const unsigned char* strip, unsigned char* tables, int thread) {
     UNROLL for (int i = 0; i < (JOBS + 4 * WARPS - 1) / (4 * WARPS); i++) {
-      int job = i * 4 * WARPS + (threadIdx.x >> 3), part = job % EACH, piece = part % PIECES, pair = part / PIECES;
+      int job = i * 4 * WARPS + (thread >> 3), part = job % EACH, piece = part % PIECES, pair = part / PIECES;
       if (JOBS % (4 * WARPS) && job >= JOBS) break;
-      const unsigned char* from = strip + (job / EACH * 32 + pair * 16 + (threadIdx.x & 7)) * ROW + piece * 16;
+      const unsigned char* from = strip + (job / EACH * 32 + pair * 16 + (thread & 7)) * ROW + piece * 16;
       uint4 upper = *reinterpret_cast<const uint4*>(from), lower = *reinterpret_cast<const uint4*>(from + 8 * ROW);
-      unsigned char* to = tables + job / EACH * (256 << B) + piece * 8 * 256 + pair * 128 + (threadIdx.x & 7) * 16;
+      unsigned char* to = tables + job / EACH * (256 << B) + piece * 8 * 256 + pair * 128 + (thread & 7) * 16;
       UNROLL for (int k = 0; k < 8; k++) {
         u32 v = prmt(reinterpret_cast<const u32*>(&upper)[k / 2], reinterpret_cast<const u32*>(&lower)[k / 2], k & 1 ? 0x7632 : 0x5410);
         *reinterpret_cast<uint4*>(to + k * 256) = make_uint4(v, v, v, v);
@@ -393,43 +475,43 @@ template <int B> DI constexpr int tiles_at_once() {
   while (2 * tiles * (256 << B) <= RESIDENT && tiles < 2 * ITEMS && WARPS % (2 * tiles) == 0) tiles *= 2;
   return tiles;
 }
-template <int B> DI void run_high(const Arguments& a, int4 work, unsigned char* shared) {
+template <int B> DI void run_high(const Arguments& a, int4 work, int first, int last, unsigned char* shared) {
   constexpr int TILES = tiles_at_once<B>(), SPLIT = WARPS / TILES, PART = 8 * NT * 32;
-  int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, group = work.x, expert = work.y, mine = warp / SPLIT, wk = warp % SPLIT;
-  int first = 2 * blockIdx.x * ITEMS, last = min(first + 2 * ITEMS, (ROW_TILES + 1) / 2 * 2);
+  int thread = thread_index(), lane = thread & 31, warp = thread >> 5, group = work.x, expert = work.y, mine = warp / SPLIT, wk = warp % SPLIT;
+  first *= 2; last *= 2;                                       // in row tiles from here on
   unsigned char* strip = shared + TILES * (256 << B);
   float* parts = reinterpret_cast<float*>(strip + Fill<B, TILES>::BYTES);  // [WARPS, or 2 * WARPS if TILES is 1][8 * NT][32]
   u32 which = B < 8 ? (u32)mine * (0x11111111u << (B & 3)) : 0;
-  Planes<B> planes(a, expert, lane);
+  Planes planes(a, expert, lane);
   uint4 current[B], next[B];
+  UNROLL for (int p = 0; p < B; p++) current[p] = next[p] = make_uint4(0, 0, 0, 0);  // else they live on between pieces
   auto tile_of = [&](int step) { step = min(step, last - 1); return row_tile(step >> 1, step & 1); };
   auto fetch = [&](int tile, uint4* words) {
-    planes.seek(tile);
     UNROLL for (int p = 0; p < B; p++) words[p] = load_stream((const void*)planes.at(p, tile));
   };
   auto finish_items = [&](int step) {                           // of the phase that began with `step`
     if constexpr (TILES == 1) {
-      if (step & 1) finish<SPLIT>(a, parts, step >> 1, group, expert, lane, warp);
+      if (step & 1) finish<SPLIT, 2>(a, parts, step >> 1, 0, group, expert, lane, warp);
     } else {
       ROLLED for (int i = 0; i < TILES / 2; i++)
-        if (step + 2 * i < last) finish<SPLIT>(a, parts + 2 * i * SPLIT * PART, (step >> 1) + i, group, expert, lane, warp);
+        if (step + 2 * i < last) finish<SPLIT, 2>(a, parts + 2 * i * SPLIT * PART, (step >> 1) + i, 0, group, expert, lane, warp);
     }
   };
-  Fill<B, TILES>::load(a, work, strip, [&](int q) { return tile_of(first + q); });
+  Fill<B, TILES>::load(a, work, strip, thread, [&](int q) { return tile_of(first + q); });
   if (wk < COL_TILES) fetch(tile_of(first + mine) * COL_TILES + wk, current);
   Inputs inputs(a, group, lane);
   inputs_ready();
   ROLLED for (int step = first; step < last; step += TILES) {
     wait<0>();
     __syncthreads();                                            // the last tiles' lookups are over, their parts stored
-    Fill<B, TILES>::spread(strip, shared);
+    Fill<B, TILES>::spread(strip, shared, thread);
     if (step > first) finish_items(step - TILES);
     __syncthreads();
     int tile = tile_of(step + mine) * COL_TILES;
     int after = step + TILES < last ? tile_of(step + TILES + mine) * COL_TILES + wk : -1;
-    if (step + TILES < last) Fill<B, TILES>::load(a, work, strip, [&](int q) { return tile_of(step + TILES + q); });
+    if (step + TILES < last) Fill<B, TILES>::load(a, work, strip, thread, [&](int q) { return tile_of(step + TILES + q); });
     Sums acc;
-    clear(acc);
+    clear<2>(acc);
     auto turn = [&](int kt, const uint4* loaded, uint4* ahead) {
       int following = kt + SPLIT < COL_TILES ? tile + kt + SPLIT : after;
       if (following >= 0) fetch(following, ahead);
@@ -451,7 +533,7 @@ template <int B> DI void run_high(const Arguments& a, int4 work, unsigned char* 
         UNROLL for (int p = 0; p < B; p++) current[p] = next[p];
       }
     }
-    put(parts + (TILES == 1 ? (step & 1) * WARPS + warp : warp) * PART, acc, lane);
+    put<2>(parts + (TILES == 1 ? (step & 1) * WARPS + warp : warp) * PART, acc, lane);
   }
   __syncthreads();
   finish_items(first + (last - first - 1) / TILES * TILES);
@@ -469,7 +551,7 @@ template <int S> DI void write_slot(u16* out, int tile, int kt, int lane, const 
 }
 template <int B> DI void expand_block(const Arguments& a, int4 work, u16* out, unsigned char* shared) {
   int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, tile = blockIdx.x;
-  Planes<B> planes(a, work.y, lane);
+  Planes planes(a, work.y, lane);
   uint4 loaded[B];
   Table<B < TABLE_BITS ? B : 2> table[4];
   if constexpr (B < TABLE_BITS) {
@@ -477,21 +559,20 @@ template <int B> DI void expand_block(const Arguments& a, int4 work, u16* out, u
       table[i].read(reinterpret_cast<const u32*>(table_at(a, work, (tile * 32 + (lane >> 2) + 8 * i) * (2 << B))));
   } else {
     unsigned char* strip = shared + (256 << B);
-    Fill<B, 1>::load(a, work, strip, [&](int) { return tile; });
+    Fill<B, 1>::load(a, work, strip, threadIdx.x, [&](int) { return tile; });
     wait<0>();
     __syncthreads();
-    Fill<B, 1>::spread(strip, shared);
+    Fill<B, 1>::spread(strip, shared, threadIdx.x);
     __syncthreads();
   }
   ROLLED for (int kt = warp; kt < COL_TILES; kt += WARPS) {
-    planes.seek(tile * COL_TILES + kt);
     UNROLL for (int p = 0; p < B; p++) loaded[p] = load_stream((const void*)planes.at(p, tile * COL_TILES + kt));
     u32 weights[2][2][4];
     if constexpr (B < TABLE_BITS) {
-      u32 words[B][4], even[4], odd[4];
+      u32 words[B][4];
       UNROLL for (int p = 0; p < B; p++) { words[p][0] = loaded[p].x; words[p][1] = loaded[p].y; words[p][2] = loaded[p].z; words[p][3] = loaded[p].w; }
-      pair_up<B>(words, even, odd);
-#define SLOT(S) decode_low<B, S>(table, words, even, odd, weights); write_slot<S>(out, tile, kt, lane, weights);
+      Merged<B, 2> merged(words);
+#define SLOT(S) decode_low<B, 2, S>(table, words, merged, 0, weights); write_slot<S>(out, tile, kt, lane, weights);
       SLOT(0) SLOT(1) SLOT(2) SLOT(3)
 #undef SLOT
     } else {
@@ -521,22 +602,112 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) expand(Argument
   EACH_WIDTH
 }
 #else
+// Items `first` to `last` of a group.
+DI void run(const Arguments& a, int4 work, int first, int last) {
+#define TAKE(B)                                                                                \
+  if constexpr (LOW <= B && B <= HIGH)                                                         \
+    if (work.z == B) {                                                                         \
+      if constexpr (B < TABLE_BITS) run_low<(B < 4 ? B : 4)>(a, work, first, last, dynamic);   \
+      else run_high<(B > 4 ? B : 4)>(a, work, first, last, dynamic);                           \
+      return;                                                                                  \
+    }
+  EACH_WIDTH
+}
+#if DIRECT
+struct Direct {
+  const long long* ids;    // [TOP_K] experts of the token; outside [0, experts): none
+  const int* bits;         // [E]
+  const int* offsets;      // [E] bytes of tables in their regions
+  const int* live;         // [1] tokens that are real, or null
+  float* statistics;       // [2, E] sums of router weights and squares, added to as `route` does; or null
+  int experts;
+};
+DI void count(const Arguments& a, const Direct& d, int slot) {
+  long long expert = d.ids[slot], mass = 0, square = 0;
+  if (expert < 0 || expert >= d.experts) return;
+  for (int other = 0; other < TOP_K; other++) {
+    if (d.ids[other] != expert) continue;
+    if (other < slot) return;                                   // an expert twice: the first of its slots counts
+    double weight = a.weights[other];
+    mass += __double2ll_rn(weight * 4294967296.0);
+    square += __double2ll_rn(weight * weight * 4294967296.0);
+  }
+  d.statistics[expert] += (float)((double)mass / 4294967296.0);
+  d.statistics[d.experts + expert] += (float)((double)square / 4294967296.0);
+}
+extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) experts(Arguments a, Direct d) {
+  if (GATED) wait_for_earlier();
+  if (GATED) let_next_begin();
+  if ((u32)__cvta_generic_to_shared(dynamic) != SHARED_BASE) __trap();
+  int slot = blockIdx.y;
+  long long expert = d.ids[slot];
+  bool none = expert < 0 || expert >= d.experts || (d.live && d.live[0] < 1);
+  int4 work = none ? make_int4(0, -1, 0, 0) : make_int4(slot, (int)expert, d.bits[expert], d.offsets[expert]);
+  int each = HALVED && work.z >= TABLE_BITS ? 2 : 1, item = blockIdx.x / each;
+  if (work.y >= 0 && item * each == (int)blockIdx.x) run(a, work, item, item + 1);
+  if (GATED && d.statistics && blockIdx.x == 0 && threadIdx.x == 0 && !none) count(a, d, slot);
+  inputs_ready();                                               // blocks without work, too, are over after what was before
+}
+#else
+constexpr int PAIRS = (ROW_TILES + 1) / 2, UNITS = (PAIRS + ITEMS - 1) / ITEMS;
+constexpr u64 COSTS = 0x211b1613110b0a00ull;                    // a byte for each width from 1 bit on: measured time of an item
+DI u32 cost(int width) { return width ? (u32)(COSTS >> (8 * width - 8)) & 255 : 0; }
+DI u32 sum_up_to(u32 value, int lane) {                         // of the lanes up to this one
+  UNROLL for (int step = 1; step < 32; step *= 2) {
+    u32 other = __shfl_up_sync(~0u, value, step);
+    if (lane >= step) value += other;
+  }
+  return value;
+}
+DI int4 listed(const Arguments& a, int place) {
+  if (place >= a.groups) return make_int4(0, -1, 0, 0);
+  uint4 v = load_written(reinterpret_cast<const uint4*>(a.work + CLASS * a.groups + place));
+  return make_int4(v.x, v.y, v.z, v.w);
+}
+// All units (ITEMS items each) in the order of the list, each with the cost of its width, are cut into as many parts of equal
+// cost as there are blocks. A share is one or more pieces, each of one group: the work of piece `number` of this block. Found
+// anew for each piece, so that nothing of it occupies registers.
+DI int4 piece(const Arguments& a, int number, int& first, int& last) {
+  int lane = threadIdx.x & 31, place = 0;
+  u32 all = 0, begin = 0;                                       // `begin`: of the group at `place`
+  ROLLED for (int i = 0; i < a.groups; i += 128) {
+    u32 some[4];
+    UNROLL for (int j = 0; j < 4; j++) some[j] = cost(listed(a, i + j * 32 + lane).z);
+    all += __shfl_sync(~0u, sum_up_to(some[0] + some[1] + some[2] + some[3], lane), 31) * UNITS;
+  }
+  u32 from = (u32)((u64)all * blockIdx.x / gridDim.x), to = (u32)((u64)all * (blockIdx.x + 1) / gridDim.x);
+  ROLLED for (; place < a.groups; place += 32) {                // to the group that `from` lies in
+    u32 mine = cost(listed(a, place + lane).z), end = sum_up_to(mine, lane);
+    u32 inside = __ballot_sync(~0u, begin + end * UNITS > from);
+    int at = inside ? __ffs(inside) - 1 : 31;
+    begin += __shfl_sync(~0u, inside ? end - mine : end, at) * UNITS;
+    if (inside) { place += at; break; }
+  }
+  int4 work = listed(a, place);
+  ROLLED for (int i = 0; i < number; i++) { begin += cost(work.z) * UNITS; work = listed(a, ++place); }
+  u32 each = cost(work.z), end = begin + each * UNITS;
+  if (work.y < 0 || begin >= to) return make_int4(0, -1, 0, 0);
+  first = (max(from, begin) - begin + each - 1) / each;
+  last = (min(to, end) - begin + each - 1) / each;
+  return work;
+}
 extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) experts(Arguments a) {
   if (FIRST && GATED) wait_for_earlier();
   if (!FIRST || GATED) let_next_begin();
-  uint4 listed = load_written(reinterpret_cast<const uint4*>(a.work + CLASS * a.groups + blockIdx.y));
-  int4 work = make_int4(listed.x, listed.y, listed.z, listed.w);
-  if (work.y < 0) {
-    if (!FIRST || !GATED) wait_for_earlier();
-    return;
+  if ((TABLE_BITS <= HIGH || HYBRID) && (u32)__cvta_generic_to_shared(dynamic) != SHARED_BASE) __trap();
+#if SHARES
+  ROLLED for (int number = 0;; number++) {
+    int first, last;
+    int4 work = piece(a, number, first, last);
+    if (work.y < 0) break;
+    if (number) __syncthreads();                                // the sums of the piece before are read
+    if (first < last) run(a, work, first * ITEMS, min(last * ITEMS, PAIRS));
   }
-  if (TABLE_BITS <= HIGH && (u32)__cvta_generic_to_shared(dynamic) != SHARED_BASE) __trap();
-#define TAKE(B)                                             \
-  if constexpr (LOW <= B && B <= HIGH)                      \
-    if (work.z == B) {                                      \
-      if constexpr (B < TABLE_BITS) run_low<(B < 4 ? B : 4)>(a, work, dynamic); else run_high<(B > 4 ? B : 4)>(a, work, dynamic); \
-    }
-  EACH_WIDTH
-  if (!FIRST) wait_for_earlier();
+#else
+  int4 work = listed(a, blockIdx.y);
+  if (work.y >= 0) run(a, work, blockIdx.x * ITEMS, min((int)(blockIdx.x + 1) * ITEMS, PAIRS));
+#endif
+  if (!FIRST || !GATED) wait_for_earlier();
 }
+#endif
 #endif

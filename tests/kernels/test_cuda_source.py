@@ -26,7 +26,8 @@ WIDTHS = [2, 3, 4, 5, 6, 7, 8]
 SLOTS = 8  # of a group
 INSTRUCTIONS = [  # defined by cuda_on_cpu.h
     "prmt", "lop3", "mad", "mad_wide", "load_stream", "load_written", "multiply", "to_half",
-    "wait_for_earlier", "let_next_begin", "copy_async", "commit", "wait", "entry",
+    "wait_for_earlier", "let_next_begin", "copy_async", "copy_async8", "commit", "wait", "entry",
+    "thread_index",
 ]  # fmt: skip
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
@@ -58,7 +59,7 @@ def without(name: str, source: str) -> str:
 
 
 def compile_kernel(folder: Path, call: str, defines: dict[str, int]) -> Any:
-    """A library with `run(arguments, columns, rows, threads)`."""
+    """A library with `run(arguments, columns, rows, threads)`, a grid [columns, rows]."""
     (folder / "kernel.cpp").write_text(as_cpp(call))
     library = folder / "kernel.so"
     files = [folder / "kernel.cpp", SUPPORT / "cuda_on_cpu.cpp"]
@@ -90,8 +91,9 @@ def blocks(rows: int, cols: int) -> tuple[torch.Tensor, WeightPages, dict[str, i
     placed = testing.random_blocks(arena, rows, cols, WIDTHS)
     constants = {
         "FLOAT16": 0, "KIND": 0, "BIAS": 0, "CLASS": 0, "LOW": 2, "HIGH": 8, "NT": 1, "WK": 4,
-        "ITEMS": 1, "BLOCKS": 1, "STAGES": 2, "TABLE_BITS": 5, "EXPAND": 0, "FIRST": 1,
-        "RESIDENT": 65536, "PINGPONG": 1, "ROWS": rows, "COLS": cols, "ROW_TILES": -(-rows // 32),
+        "ITEMS": 1, "BLOCKS": 1, "SHARES": 0, "HALVED": 0, "DIRECT": 0, "HYBRID": 0,
+        "TABLE_BITS": 5, "EXPAND": 0, "FIRST": 1, "RESIDENT": 65536, "PINGPONG": 1,
+        "ROWS": rows, "COLS": cols, "ROW_TILES": -(-rows // 32),
         "COL_TILES": -(-cols // 128), "PLANES": placed.plane_pages.shape[1],
         "PP": placed.plane_pages.shape[2], "LP": placed.lut_pages.shape[1],
         "PAGE_SHIFT": PAGE_BYTES.bit_length() - 1,
@@ -103,42 +105,93 @@ def pointers(*tensors: torch.Tensor) -> list[int]:
     return [tensor.data_ptr() for tensor in tensors]
 
 
+class Case:
+    """Blocks of every width, tokens of random experts, and what the kernel should give."""
+
+    def __init__(self, gated: bool, tokens: int, top_k: int) -> None:
+        self.rows, self.cols = (192, 264) if gated else (160, 392)
+        self.gated, self.top_k, self.count = gated, top_k, tokens * top_k
+        self.arena, self.placed, self.constants = blocks(self.rows, self.cols)
+        self.constants |= {"TOP_K": top_k, "GATED": int(gated)}
+        choices = [torch.randperm(len(WIDTHS))[:top_k] for _ in range(tokens)]
+        self.ids = torch.stack(choices).flatten()
+        self.x = torch.randn(tokens if gated else self.count, self.cols).bfloat16()
+        self.weights = torch.rand(self.count)
+        self.out = torch.full((self.count, self.rows // 2 if gated else self.rows), torch.nan)
+        self.out = self.out.bfloat16() if gated else self.out
+
+    def arguments(self, work: torch.Tensor, slots: torch.Tensor) -> Arguments:
+        where = pointers(self.x, self.arena, self.placed.plane_pages, self.placed.lut_pages)
+        rest = pointers(self.weights, work, slots, self.out)
+        return Arguments(*where, 0, *rest, self.count, len(slots), TILE_BYTES)
+
+    def check(self) -> None:
+        want = torch.empty(self.count, self.rows)
+        for slot, expert in enumerate(self.ids.tolist()):
+            matrix = reference.decode_block(self.arena, self.placed, expert, torch.bfloat16)
+            want[slot] = matrix @ self.x[slot // self.top_k if self.gated else slot].float()
+        if self.gated:
+            half = self.rows // 2
+            want = (silu(want[:, :half]) * want[:, half:]).bfloat16().float()
+        else:
+            want *= self.weights[:, None]
+        error = (self.out.float() - want).norm() / want.norm()
+        assert error <= (1e-3 if self.gated else 1e-6)
+
+
 @pytest.mark.parametrize("gated", [True, False])
-def test_every_width_of_the_decode_kernel(tmp_path: Path, gated: bool) -> None:
-    rows, cols, tokens, top_k = (192, 264, 12, 3) if gated else (160, 392, 12, 3)
-    arena, placed, constants = blocks(rows, cols)
-    ids = torch.stack([torch.randperm(len(WIDTHS))[:top_k] for _ in range(tokens)]).flatten()
-    count = len(ids)
-    groups, work = [], []
+@pytest.mark.parametrize(
+    ("constants", "columns"),
+    [
+        ({}, None),  # a block for each item
+        ({"SHARES": 1, "HYBRID": 1}, 11),
+        ({"SHARES": 1, "ITEMS": 2, "HYBRID": 1, "WK": 2, "NT": 2}, 3),
+    ],
+)
+def test_every_width_of_the_decode_kernel(
+    tmp_path: Path, gated: bool, constants: dict[str, int], columns: int | None
+) -> None:
+    case = Case(gated, tokens=12, top_k=3)
+    defines = case.constants | constants
+    groups, work, size = [], [], SLOTS * defines["NT"]
     for expert, width in enumerate(WIDTHS):
-        for part in (ids == expert).nonzero().flatten().split(SLOTS):
-            places = torch.full((SLOTS,), count, dtype=torch.int32)
+        for part in (case.ids == expert).nonzero().flatten().split(size):
+            places = torch.full((size,), case.count, dtype=torch.int32)
             places[: len(part)] = part
-            work.append([len(groups), expert, width, int(placed.lut_offset[expert])])
+            work.append([len(groups), expert, width, int(case.placed.lut_offset[expert])])
             groups.append(places)
     work.append([0, -1, 0, 0])  # a group that is not needed
-    slots = torch.stack([*groups, groups[0]])
-    x = torch.randn(tokens if gated else count, cols).bfloat16()
-    weights, list_ = torch.rand(count), torch.tensor(work, dtype=torch.int32)
-    out = torch.full((count, rows // 2 if gated else rows), torch.nan)
-    out = out.bfloat16() if gated else out
-    where = pointers(x, arena, placed.plane_pages, placed.lut_pages)
-    arguments = Arguments(
-        *where, 0, *pointers(weights, list_, slots, out), count, len(slots), TILE_BYTES
+    slots, listed = torch.stack([*groups, groups[0]]), torch.tensor(work, dtype=torch.int32)
+    library = compile_kernel(tmp_path, "experts(*(const Arguments*)all);", defines)
+    grid = ((defines["ROW_TILES"] + 1) // 2, len(slots)) if columns is None else (columns, 1)
+    library.run(ctypes.byref(case.arguments(listed, slots)), *grid, 64 * defines["WK"])
+    case.check()
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("halved", [0, 1])
+def test_one_token_needs_no_list(tmp_path: Path, gated: bool, halved: int) -> None:
+    case = Case(gated, tokens=1, top_k=len(WIDTHS))
+    experts = len(WIDTHS)
+    live, counted = torch.ones(1, dtype=torch.int32), torch.ones(2, experts)
+    tables = (case.ids, case.placed.bits, case.placed.lut_offset, live, counted)
+    direct = ", ".join(
+        f"({kind}*){tensor.data_ptr()}ull"
+        for kind, tensor in zip(
+            ("const long long", *["const int"] * 3, "float"), tables, strict=True
+        )
     )
-    constants |= {"TOP_K": top_k, "GATED": int(gated)}
-    library = compile_kernel(tmp_path, "experts(*(const Arguments*)all);", constants)
-    pairs = (constants["ROW_TILES"] + 1) // 2
-    library.run(ctypes.byref(arguments), pairs, len(slots), 256)
-    want = torch.empty(count, rows)
-    for slot, expert in enumerate(ids.tolist()):
-        matrix = reference.decode_block(arena, placed, expert, torch.bfloat16)
-        want[slot] = matrix @ x[slot // top_k if gated else slot].float()
+    call = f"experts(*(const Arguments*)all, Direct{{{direct}, {experts}}});"
+    defines = case.constants | {"DIRECT": 1, "HYBRID": 1, "HALVED": halved}
+    library = compile_kernel(tmp_path, call, defines)
+    grid = ((defines["ROW_TILES"] + 1) // 2 << halved, experts)
+    arguments = case.arguments(torch.empty(0), torch.empty(experts))
+    library.run(ctypes.byref(arguments), *grid, 64 * defines["WK"])
+    case.check()
+    want = torch.ones(2, experts)
     if gated:
-        want = (silu(want[:, : rows // 2]) * want[:, rows // 2 :]).bfloat16().float()
-    else:
-        want *= weights[:, None]
-    assert (out.float() - want).norm() <= (1e-3 if gated else 1e-6) * want.norm()
+        reference.count_routing(want, case.ids[None], case.weights[None])
+    torch.testing.assert_close(counted, want)
 
 
 def test_expanded_blocks_are_the_reference_s_to_the_bit(tmp_path: Path) -> None:

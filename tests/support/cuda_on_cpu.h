@@ -12,6 +12,7 @@ using std::min;
 typedef unsigned int u32;
 typedef unsigned long long u64;
 typedef unsigned short u16;
+struct uint2 { u32 x, y; };
 struct uint4 { u32 x, y, z, w; };
 struct int4 { int x, y, z, w; };
 struct Index { u32 x, y, z; };
@@ -25,7 +26,7 @@ inline int4 make_int4(int x, int y, int z, int w) { return {x, y, z, w}; }
 
 constexpr u32 SHARED_BASE = 1024;                               // as on a GPU, where the driver keeps the first bytes
 extern "C" unsigned char dynamic[];
-extern Index threadIdx, blockIdx;
+extern Index threadIdx, blockIdx, gridDim;
 void __syncthreads();
 void warp_multiply(float* sums, const u32* a, u32 b0, u32 b1);  // m16n8k16
 u32 warp_take(u32 value, int lane);
@@ -38,6 +39,7 @@ inline u32 __shfl_up_sync(u32, u32 value, int step) {
 inline u32 __ballot_sync(u32, bool vote) { return warp_vote(vote); }
 inline int __ffs(u32 value) { return __builtin_ffs((int)value); }
 inline void __trap() { abort(); }
+inline long long __double2ll_rn(double value) { return llrint(value); }
 inline u32 __cvta_generic_to_shared(const void* p) { return (u32)((const unsigned char*)p - dynamic) + SHARED_BASE; }
 inline u32 __funnelshift_r(u32 low, u32 high, u32 by) { return (u32)((((u64)high << 32) | low) >> (by & 31)); }
 inline u32 __funnelshift_l(u32 low, u32 high, u32 by) { return (u32)(((((u64)high << 32) | low) << (by & 31)) >> 32); }
@@ -47,7 +49,7 @@ template <class T> T at(u64 address, u64 alignment = sizeof(T)) {
 }
 template <class T> T __ldg(const T* p) { return at<T>((u64)p); }
 
-// In place of the functions of planes.cuh that are single instructions.
+// In place of the functions of moe.cu that are single instructions.
 inline u32 prmt(u32 a, u32 b, u32 selector) {
   u64 bytes = ((u64)b << 32) | a;
   u32 result = 0;
@@ -64,6 +66,7 @@ template <int TABLE> u32 lop3(u32 a, u32 b, u32 c) {
     if (TABLE >> i & 1) result |= (i & 4 ? a : ~a) & (i & 2 ? b : ~b) & (i & 1 ? c : ~c);
   return result;
 }
+inline int thread_index() { return threadIdx.x; }
 inline u32 mad(u32 a, u32 b, u32 c) { return a * b + c; }
 inline u64 mad_wide(u32 a, u32 b, u64 c) { return (u64)a * b + c; }
 inline uint4 load_stream(const void* p) { return at<uint4>((u64)p); }
@@ -80,6 +83,10 @@ inline void copy_async(u32 to, u64 from, u32 bytes = 16) {
   if (to % 16 || (bytes && from % 16)) abort();
   memset(dynamic + to - SHARED_BASE, 0, 16);
   if (bytes) memcpy(dynamic + to - SHARED_BASE, (const void*)from, bytes);
+}
+inline void copy_async8(u32 to, u64 from) {
+  if (to % 8 || from % 8) abort();
+  memcpy(dynamic + to - SHARED_BASE, (const void*)from, 8);
 }
 inline void commit() {}
 template <int PENDING> void wait() {}
