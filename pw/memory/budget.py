@@ -72,6 +72,7 @@ class Demand:
     max_num_seqs: int
     chunk_tokens: int  # tokens of one step at most
     page_bytes: int | None = None
+    table_bytes: int | None = None  # of LUTs that rows share, see `pw.memory.layout`
 
 
 def plan_memory(budget: int, demand: Demand) -> MemoryPlan:
@@ -166,7 +167,12 @@ def workspace_bytes(
 def block_layouts(demand: Demand) -> tuple[BlockLayout, BlockLayout]:
     """Page size and page layout of both modules."""
     return layouts_of(
-        demand.geometry, demand.kv, demand.kv_dtype, demand.stored_bits, demand.page_bytes
+        demand.geometry,
+        demand.kv,
+        demand.kv_dtype,
+        demand.stored_bits,
+        demand.page_bytes,
+        demand.table_bytes,
     )
 
 
@@ -176,20 +182,21 @@ def layouts_of(
     kv_dtype: torch.dtype,
     stored_bits: tuple[int, int],
     page_bytes: int | None = None,
+    table_bytes: int | None = None,
 ) -> tuple[BlockLayout, BlockLayout]:
     """Page size (the one of least padding if None) and page layout of both modules."""
     shapes = [geometry.shape(module) for module in MODULES]
     low, high = stored_bits
-    base = choose_base_bits(shapes, low, high)
+    base = choose_base_bits(shapes, low, high, table_bytes)
     kv = [token_bytes(layer, kv_dtype) for layer in kv_geometry.stored]
     page = page_bytes
     if page is None:
-        drafts = [BlockLayout(shape, low, high, base, 1) for shape in shapes]
+        drafts = [BlockLayout(shape, low, high, base, 1, table_bytes) for shape in shapes]
         regions = [(size, 1) for draft in drafts for size in draft.regions()]
         page = choose_page_bytes(regions, kv)
     elif any(size > page for size in kv):
         raise BudgetError(f"a page of {page} bytes does not hold one token: {max(kv)} bytes")
-    gate_up, down = (BlockLayout(shape, low, high, base, page) for shape in shapes)
+    gate_up, down = (BlockLayout(shape, low, high, base, page, table_bytes) for shape in shapes)
     return gate_up, down
 
 

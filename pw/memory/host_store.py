@@ -287,8 +287,14 @@ class HostPlaneStore:
         layout, key = self._layout(index), self._geometry.key(index)
         flat: NDArray[np.uint8] = region.view(-1).numpy()
         for bits in range(low, high + 1):
-            start = layout.lut_offset(bits)
-            self._source.read_lut(key, bits, flat[start : start + layout.lut_bytes(bits)])
+            start, size = layout.lut_offset(bits), layout.lut_bytes(bits)
+            if layout.table_bytes is None:
+                self._source.read_lut(key, bits, flat[start : start + size])
+                continue
+            whole = np.empty(size, dtype=np.uint8)
+            self._source.read_lut(key, bits, whole)
+            held = min(size, len(flat))  # whole pages, which may hold what is repeated twice
+            flat[:held] = whole[:held]
 
     def _scratch(self, count: int) -> Tensor:
         """Pages that are copied from once: [count, page_bytes] uint8."""

@@ -9,6 +9,10 @@ Pages of a block on the host, in this order (r = base width):
 On the device a block at width b holds planes 0..b-1, the base region, and LUT b when b > r.
 The base tree makes a reduction at low widths free of copies; it is as wide as real models can
 afford (DESIGN section 6: up to 5 bits) and narrower where rows are short and LUTs dear.
+
+Where rows share their tables (`table_bytes`), a LUT says the same again after so many bytes. Pages
+are then held once, and the page table names them again and again: kernels see a whole LUT. There
+is no base region: what is saved would go into the tables of narrower widths.
 """
 
 from __future__ import annotations
@@ -30,8 +34,15 @@ def _align(offset: int) -> int:
     return -(-offset // _LUT_ALIGNMENT) * _LUT_ALIGNMENT
 
 
-def choose_base_bits(shapes: Iterable[BlockShape], min_bits: int, max_bits: int) -> int:
-    """Widest LUT tree min..r, r <= 5, that costs at most 0.75 bits a weight; at least min_bits."""
+def choose_base_bits(
+    shapes: Iterable[BlockShape], min_bits: int, max_bits: int, table_bytes: int | None = None
+) -> int:
+    """Widest LUT tree min..r, r <= 5, that costs at most 0.75 bits a weight; at least min_bits.
+
+    min_bits - 1, no tree, where rows share their tables.
+    """
+    if table_bytes is not None:
+        return min_bits - 1
     shapes = list(shapes)
     weights = sum(shape.weights for shape in shapes)
     base, cost = min_bits, 0.0
@@ -49,8 +60,9 @@ class BlockLayout:
     shape: BlockShape
     min_bits: int
     max_bits: int
-    base_bits: int  # r: LUTs up to this width are always resident
+    base_bits: int  # r: LUTs up to this width are always resident; min_bits - 1: none is
     page_bytes: int
+    table_bytes: int | None = None  # a power of two after which LUTs say the same again
 
     @cached_property
     def plane_bytes(self) -> int:
@@ -65,23 +77,32 @@ class BlockLayout:
     @cached_property
     def base_pages(self) -> int:
         """Pages of the base region."""
-        end = self.lut_offset(self.base_bits) + lut_bytes(self.shape.rows, self.base_bits)
-        return pages_for(end, self.page_bytes)
+        return pages_for(self._tree_bytes, self.page_bytes)
 
     def lut_bytes(self, bits: int) -> int:
         """Bytes of the LUT of a width, padding to tiles included."""
         return lut_bytes(self.shape.rows, bits)
 
+    def held_lut_bytes(self, bits: int) -> int:
+        """Bytes of a LUT that are held; where rows share, the others say the same again."""
+        return min(self.lut_bytes(bits), self.table_bytes or self.lut_bytes(bits))
+
     def lut_pages(self, bits: int) -> int:
-        """Pages of the LUT of a width above the base, 0 for a width in the base."""
+        """Pages held of the LUT of a width above the base, 0 for a width in the base."""
+        return (
+            0 if bits <= self.base_bits else pages_for(self.held_lut_bytes(bits), self.page_bytes)
+        )
+
+    def lut_places(self, bits: int) -> int:
+        """Pages that the region of a width's LUT seems to have; `lut_pages` of them are held."""
         if bits <= self.base_bits:
-            return 0
-        return pages_for(lut_bytes(self.shape.rows, bits), self.page_bytes)
+            return self.base_pages
+        return pages_for(self.lut_bytes(bits), self.page_bytes)
 
     @cached_property
     def max_lut_pages(self) -> int:
-        """LP: pages of the widest LUT region, base included."""
-        return max(self.base_pages, self.lut_pages(self.max_bits))
+        """LP: pages that the widest LUT region seems to have, base included."""
+        return max(self.base_pages, self.lut_places(self.max_bits))
 
     def lut_offset(self, bits: int) -> int:
         """Byte offset of a LUT in its region."""
@@ -122,14 +143,17 @@ class BlockLayout:
 
     def useful_bytes(self, bits: int) -> int:
         """Bytes on the device at a width without padding to pages."""
-        rows = self.shape.rows
-        tree = self.lut_offset(self.base_bits) + lut_bytes(rows, self.base_bits)
-        wide = lut_bytes(rows, bits) if bits > self.base_bits else 0
-        return bits * self.plane_bytes + tree + wide
+        wide = self.held_lut_bytes(bits) if bits > self.base_bits else 0
+        return bits * self.plane_bytes + self._tree_bytes + wide
 
     def regions(self) -> list[int]:
         """Bytes of each region that fills whole pages, for the choice of the page size."""
-        rows = self.shape.rows
-        tree = self.lut_offset(self.base_bits) + lut_bytes(rows, self.base_bits)
-        wide = [lut_bytes(rows, b) for b in range(self.base_bits + 1, self.max_bits + 1)]
-        return [self.plane_bytes] * self.max_bits + [tree, *wide]
+        wide = [self.held_lut_bytes(b) for b in range(self.base_bits + 1, self.max_bits + 1)]
+        return [self.plane_bytes] * self.max_bits + [self._tree_bytes, *wide]
+
+    @property
+    def _tree_bytes(self) -> int:
+        """Bytes of the base region."""
+        if self.base_bits < self.min_bits:
+            return 0
+        return self.lut_offset(self.base_bits) + self.lut_bytes(self.base_bits)

@@ -95,7 +95,8 @@ class _ModuleTable:
         pages = np.full(layout.max_bits * size, -1, dtype=np.int32)
         pages[: bits * size] = np.array(planes, dtype=np.int32).ravel()
         region = np.full(layout.max_lut_pages, -1, dtype=np.int32)
-        region[: len(luts)] = luts
+        places = layout.lut_places(bits)
+        region[:places] = np.resize(np.array(luts, dtype=np.int32), places)  # again and again
         values = (np.array([bits]), np.array([layout.lut_offset(bits)]), pages, region)
         flat: NDArray[np.int32] = self._mirror.host.numpy()
         row = slot * self.bits.shape[1] + expert
