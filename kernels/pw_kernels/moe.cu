@@ -636,8 +636,8 @@ DI void count(const Arguments& a, const Direct& d, int slot) {
   d.statistics[d.experts + expert] += (float)((double)square / 4294967296.0);
 }
 extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) experts(Arguments a, Direct d) {
-  if (GATED) wait_for_earlier();
-  if (GATED) let_next_begin();
+  if (FIRST && GATED) wait_for_earlier();
+  if (!FIRST || GATED) let_next_begin();
   if ((u32)__cvta_generic_to_shared(dynamic) != SHARED_BASE) __trap();
   int slot = blockIdx.y;
   long long expert = d.ids[slot];
@@ -645,8 +645,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) experts(Argumen
   int4 work = none ? make_int4(0, -1, 0, 0) : make_int4(slot, (int)expert, d.bits[expert], d.offsets[expert]);
   int each = HALVED && work.z >= TABLE_BITS ? 2 : 1, item = blockIdx.x / each;
   if (work.y >= 0 && item * each == (int)blockIdx.x) run(a, work, item, item + 1);
-  if (GATED && d.statistics && blockIdx.x == 0 && threadIdx.x == 0 && !none) count(a, d, slot);
-  inputs_ready();                                               // blocks without work, too, are over after what was before
+  if (FIRST && GATED && d.statistics && blockIdx.x == 0 && threadIdx.x == 0 && !none) count(a, d, slot);
+  if (!FIRST || !GATED) wait_for_earlier();
 }
 #else
 constexpr int PAIRS = (ROW_TILES + 1) / 2, UNITS = (PAIRS + ITEMS - 1) / ITEMS;
