@@ -110,9 +110,14 @@ class RankGroup:
 
     def close(self) -> None:
         """Leave; who waits in a sum here waits no longer."""
-        leave = threading.Thread(target=self._group.abort, name="pw-leave", daemon=True)
+        leave = threading.Thread(target=self._leave, name="pw-leave", daemon=True)
         leave.start()
         leave.join(_LEAVE_SECONDS)
+
+    def _leave(self) -> None:
+        if self._peers is not None:
+            self._peers.leave()
+        self._group.abort()
 
 
 def _gloo(store: Any, rank: int, size: int, timeout: timedelta) -> Any:

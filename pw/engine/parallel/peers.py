@@ -8,6 +8,7 @@ NVLink multicast is left alone.
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import Tensor
 READ_BYTES = 1 << 20  # that a rank reads from the others in a sum at most; beyond, NCCL is faster
 _SIZES = (2, 4, 8)  # ranks for which torch adds up in one order on all
 _DTYPES = (torch.bfloat16, torch.float32)
+_LEAVE_SECONDS = 2.0  # for the sums of two steps to end without the other ranks
 _ALIGNED = 16  # bytes: kernels for less are slower, and need not agree between the ranks
 
 
@@ -46,7 +48,12 @@ class PeerSums:
         self._sum: Any = torch.ops.symm_mem.one_shot_all_reduce_copy_out
         _SymmetricMemory.set_group_info(self._name, rank, size, store)
         self._buffer = empty(self._bytes, dtype=torch.uint8, device=device)
-        _SymmetricMemory.rendezvous(self._buffer, self._name)
+        met = _SymmetricMemory.rendezvous(self._buffer, self._name)
+        pads = [met.get_signal_pad(other) for other in range(size)]
+        self._own_pad, self._pads = pads[rank], [*pads[:rank], *pads[rank + 1 :]]
+        self._zeros, self._ones = torch.zeros_like(pads[0]), torch.ones_like(pads[0])
+        self._aside = torch.cuda.Stream(device)
+        self._write_pads(self._zeros)  # loads what `leave` runs, which would wait for a sum later
 
     @staticmethod
     def supported(size: int, device: torch.device) -> bool:
@@ -70,3 +77,24 @@ class PeerSums:
         shared = self._buffer[:size].view(tensor.dtype).view_as(tensor)
         summed: Tensor = self._sum(shared, tensor, "sum", self._name, tensor)
         return summed
+
+    def leave(self) -> None:
+        """End the sums under way on this rank, whatever they give; any thread may call it.
+
+        Their kernel waits on the device for ranks that may have gone. What it waits for is written
+        in their place, until nothing is left to be computed here.
+        """
+        end = time.monotonic() + _LEAVE_SECONDS
+        with torch.cuda.device(self._buffer.device):
+            last = torch.cuda.Event()
+            last.record(torch.cuda.default_stream())
+            while not last.query() and time.monotonic() < end:
+                self._write_pads(self._ones)
+
+    def _write_pads(self, own: Tensor) -> None:
+        """Say that all ranks have come (`own` is ones), and that they have seen that we have."""
+        with torch.cuda.stream(self._aside):
+            self._own_pad.copy_(own)
+            for pad in self._pads:
+                pad.copy_(self._zeros)
+        self._aside.synchronize()

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +13,14 @@ import pytest
 import torch
 
 from pw.engine import Engine
+from pw.engine.process.wire import Load
 from pw.engine.request import SamplingParams
+from pw.logs import LogSettings
+from pw.serving.process.engine_process import EngineProcess
+from pw.serving.process.remote import RemoteEngine
 from support.engines import make_artifact, open_engine, random_prompt
+from support.remote import alive, until
+from tests.engine.parallel import test_lost_rank
 
 pytestmark = [
     pytest.mark.gpu,
@@ -107,3 +116,28 @@ def settle(engine: Engine) -> None:
         assert time.monotonic() < end, engine.status()
         engine.idle_turn()
     engine.check_integrity()
+
+
+def test_a_killed_rank_ends_the_replica_in_the_middle_of_a_sum(artifact: Path) -> None:
+    """Graphs on: the sums that wait for it on the device are ended, and the reason is told."""
+    config = replace(test_lost_rank.CONFIG, device="cuda", memory_budget=256 << 20)
+
+    async def whole() -> None:
+        load = Load(artifact, config, LogSettings(logging.INFO, "text"))
+        process = EngineProcess.launch(load)
+        ready = await asyncio.to_thread(process.wait_until_ready)
+        (follower,) = test_lost_rank.children(process.pid)
+        engine = RemoteEngine(process, ready)
+        engine.start()
+        try:
+            outputs = await test_lost_rank.kill_while_streaming(engine, follower)
+            assert outputs[-1].finish_reason == "error"
+            assert outputs[-1].error_code == "engine_failed"
+            assert engine.failure == "EngineLostError: rank 1 of 2 has ended: SIGKILL"
+            await until(lambda: not alive(engine.pid))
+            assert process.end(1.0) == "exit code 1"
+        finally:
+            await engine.shutdown(0)
+        assert not alive(follower)
+
+    asyncio.run(whole())
