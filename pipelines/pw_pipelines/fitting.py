@@ -9,6 +9,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Mapping
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,10 +22,10 @@ from pw.models.checkpoint import Checkpoint
 from pw.store.manifest import BlocksKey
 from pw.store.writer import ArtifactWriter
 from pw_kernels.bitplane import bit_reverse_lut, pack_planes
+from pw_pipelines.behind import Behind
 from pw_pipelines.codebook import fit_codebook
 from pw_pipelines.focus import Focus
 from pw_pipelines.moments import Moments
-from pw_pipelines.progress import Advance
 from pw_pipelines.refit import refit
 
 # Experts are fitted together up to this many weights: on a GPU all of a layer, so that few and
@@ -41,7 +44,7 @@ class BlockFitter:
         pairs: Which (layer, module).
         device: Where to fit.
         focus: The width of each block that counts most; None: all count alike.
-        advance: Called with the number of blocks written.
+        behind: Does the writing.
     """
 
     def __init__(
@@ -51,10 +54,13 @@ class BlockFitter:
         pairs: Collection[BlocksKey],
         device: torch.device,
         focus: Focus | None = None,
-        advance: Advance = lambda _: None,
+        behind: Behind | None = None,
     ) -> None:
         self._writer, self._checkpoint, self._pairs = writer, checkpoint, pairs
-        self.device, self._focus, self._advance = device, focus, advance
+        self.device, self._focus, self._behind = device, focus, behind or Behind(0)
+        self._copies: Any = None
+        if device.type == "cuda":
+            self._copies = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self.seconds = 0.0  # spent here so far
 
     def fit(
@@ -64,7 +70,7 @@ class BlockFitter:
         hessians: Mapping[Module, Tensor],  # [E, K, K]; empty: inputs count as uncorrelated
         weight: Weight,
     ) -> None:
-        """Fit and write what is left of a layer.
+        """Fit what is left of a layer and have it written.
 
         Args:
             layer: Its index in the model.
@@ -79,15 +85,30 @@ class BlockFitter:
         started = time.perf_counter()
         for module in MODULES:
             if (layer, module) in self._pairs and not self._writer.done(layer, module):
-                planes, luts = self._fit(layer, module, moments, hessians.get(module), weight)
-                self._writer.write_blocks(layer, module, planes, luts)
-                self._advance(self._checkpoint.geometry.experts)
+                made = self._fit(layer, module, moments, hessians.get(module), weight)
+                ready = None if self._copies is None else torch.cuda.current_stream().record_event()
+                self._behind.do(partial(self._write, layer, module, *made, ready))
         self.seconds += time.perf_counter() - started
+
+    def _write(
+        self,
+        layer: int,
+        module: Module,
+        planes: Tensor,
+        luts: dict[int, Tensor],
+        ready: torch.cuda.Event | None,
+    ) -> None:
+        """Copy planes and LUTs to the host, beside what the GPU does next, and write them."""
+        if ready is not None:
+            ready.synchronize()
+        with nullcontext() if self._copies is None else torch.cuda.stream(self._copies):
+            planes, luts = planes.cpu(), {bits: table.cpu() for bits, table in luts.items()}
+        self._writer.write_blocks(layer, module, planes, luts)
 
     def _fit(
         self, layer: int, module: Module, moments: Moments, hessians: Tensor | None, weight: Weight
     ) -> tuple[Tensor, dict[int, Tensor]]:
-        """Planes and LUTs of all experts of one (layer, module), on the CPU."""
+        """Planes and LUTs of all experts of one (layer, module), on the device or the CPU."""
         geometry, manifest = self._checkpoint.geometry, self._writer.manifest
         mean_squares = torch.from_numpy(moments.of(module)[0])
         focus = None if self._focus is None else self._focus.of(layer, module)
@@ -107,7 +128,7 @@ class BlockFitter:
                 None if focus is None else focus[some],
             )
             if group >= geometry.experts:
-                return part.cpu(), {b: table.cpu() for b, table in tables.items()}
+                return part, tables
             if first == 0:  # the whole at once: parts and their sum would be twice as much
                 planes = _room(part, geometry.experts)
                 luts = {b: _room(table, geometry.experts) for b, table in tables.items()}

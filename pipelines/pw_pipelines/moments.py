@@ -275,15 +275,15 @@ def _check_finite(sums: MomentSums) -> None:
                 f"{limit}",
                 hint,
             )
-        for expert in range(sums.geometry.experts):
-            lost = int(down[slot, expert] - gate_up[slot, expert])
-            rows = int(seen[slot, expert] - gate_up[slot, expert])
-            if lost > NON_FINITE_LIMIT * rows:
-                raise ModelError(
-                    f"inputs of {BlockKey(layer, expert, 'down')} are not finite in {lost} of "
-                    f"{rows} rows, {limit}",
-                    hint,
-                )
+        lost_inside, rows_inside = down[slot] - gate_up[slot], seen[slot] - gate_up[slot]
+        worst = (lost_inside > NON_FINITE_LIMIT * rows_inside).nonzero()
+        if len(worst):
+            expert = int(worst[0])
+            raise ModelError(
+                f"inputs of {BlockKey(layer, expert, 'down')} are not finite in "
+                f"{int(lost_inside[expert])} of {int(rows_inside[expert])} rows, {limit}",
+                hint,
+            )
 
 
 def _fill(squares: Tensor, rows: Tensor, *, per_column: bool) -> Tensor:

@@ -28,12 +28,14 @@ from pw.errors import ConfigError, ModelError
 from pw.models.checkpoint import Checkpoint
 from pw.models.header import DTYPES
 from pw.models.resolve import BUNDLED, pinned, resolve_model
+from pw.models.shards import ShardIndex
 from pw.models.tokenizer import load_tokenizer
 from pw.store.artifact import QUANTIZE, Artifact
 from pw.store.manifest import ModelRecord
 from pw.store.tensor_file import TensorSource
 from pw.store.writer import ArtifactWriter
 from pw_kernels.bitplane import lut_bytes, plane_bytes
+from pw_pipelines.behind import Behind
 from pw_pipelines.calibration import CalibrationSet, calibration_set
 from pw_pipelines.fitting import BlockFitter, refuse_infinite
 from pw_pipelines.focus import Focus
@@ -48,6 +50,7 @@ from pw_pipelines.savepoint import Savepoint
 RECIPE = "recipe.toml"  # its name in an artifact
 
 _FLOAT16_LIMIT = 65504.0
+_JOBS_BEHIND = {"cpu": 0, "cuda": 2}  # files that are written while a GPU computes on
 
 
 @dataclass(frozen=True)
@@ -119,12 +122,18 @@ def run(
     open_writer = partial(
         ArtifactWriter.open, out, record, geometry, config.min_bits, max_bits, lut_dtype, settings
     )
-    with _open_together(open_writer, overwrite, ranks) as writer:
+    with (
+        _open_together(open_writer, overwrite, ranks) as writer,
+        Behind(_JOBS_BEHIND[where.type]) as behind,
+    ):
+        copied = ShardIndex.open(path)  # counts by itself what is read behind
+        if ranks.first and _JOBS_BEHIND[where.type]:
+            behind.do(partial(writer.write_dense, dense_sources(checkpoint, copied)))
         moments, seconds = _fit_layers(
-            writer, checkpoint, samples, config, progress, where, ranks, focus
+            writer, checkpoint, samples, config, progress, where, ranks, focus, behind
         )
         if ranks.first:
-            _write_rest(writer, checkpoint, recipe)
+            _write_rest(writer, checkpoint, recipe, copied)
             report = {"coverage": moments.counts(), "tokens": samples.windows.numel()}
             writer.publish(report)
     ranks.wait()
@@ -132,7 +141,7 @@ def run(
     seconds = {"opening": opening, **seconds}
     seconds["publishing"] = time.perf_counter() - started - sum(seconds.values())
     costs = QuantizeCosts(
-        seconds, checkpoint.shards.bytes_read, checkpoint.shards.nbytes,
+        seconds, checkpoint.shards.bytes_read + copied.bytes_read, checkpoint.shards.nbytes,
         floor_seconds(checkpoint, samples.windows.numel(), artifact.manifest.widths, config, where),
     )  # fmt: skip
     quantized = len(artifact.manifest.blocks) * geometry.experts
@@ -253,6 +262,7 @@ def _fit_layers(
     device: torch.device,
     ranks: Ranks,
     focus: Focus | None,
+    behind: Behind,
 ) -> tuple[Moments, dict[str, float]]:
     """Moments of all layers, and their blocks: each rank fits its share of those that are not
     done. Also the seconds that went into reading and fitting.
@@ -262,7 +272,7 @@ def _fit_layers(
     left = [pair for pair in work if not writer.done(*pair)]
     costs = [float(checkpoint.geometry.shape(module).weights) for _, module in left]
     mine = {left[index] for index in ranks.own(costs)}
-    fitter = BlockFitter(writer, checkpoint, mine, device, focus)
+    fitter = BlockFitter(writer, checkpoint, mine, device, focus, behind)
     inputs = {"calibration": samples.digest}
     measured = writer.table_done("moments", config.calibration, inputs)
     if measured and (not left or config.codebook == "kmeans"):
@@ -272,11 +282,15 @@ def _fit_layers(
             fitter.fit(layer, moments.layer(slot), {}, checkpoint.expert_weight)
     else:
         layers = {layer for layer, _ in left}
-        moments = _read(writer, checkpoint, samples, config, progress, ranks, fitter, layers)
+        moments = _read(
+            writer, checkpoint, samples, config, progress, ranks, fitter, layers, behind
+        )
         report_coverage(moments, progress, strict=config.strict_coverage)
+        behind.finish()
         if ranks.first and not measured:
             report = {"coverage": moments.counts(), "dropped": moments.dropped}
             writer.write_table("moments", moments.arrays(), {}, config.calibration, inputs, report)
+    behind.finish()
     ranks.wait()
     writer.find_done()
     reading = time.perf_counter() - started - fitter.seconds
@@ -292,6 +306,7 @@ def _read(
     ranks: Ranks,
     fitter: BlockFitter,
     layers: set[int],
+    behind: Behind,
 ) -> Moments:
     """Read the text and fit the blocks of `layers` on the way."""
     if samples.available < config.calibration.nsamples:
@@ -312,6 +327,8 @@ def _read(
         if config.strict_coverage:
             report_coverage(moments, progress, strict=True, layer=layer)
         fitter.fit(layer, moments, hessians, model.expert_weight)
+        if savepoint.opened:  # what it counts as done is on the disk
+            behind.finish()
 
     units = len(part_of(windows, ranks, fitter.device)) * model.layers
     try:
@@ -329,23 +346,28 @@ def _read(
     return moments
 
 
-def _write_rest(writer: ArtifactWriter, checkpoint: Checkpoint, recipe: Path | None) -> None:
+def _write_rest(
+    writer: ArtifactWriter, checkpoint: Checkpoint, recipe: Path | None, shards: ShardIndex
+) -> None:
     """Dense weights, configuration and tokenizer; what is done is skipped."""
     if writer.complete:
         return
-    if not writer.dense_done:
-        writer.write_dense(dense_sources(checkpoint))
+    writer.write_dense(dense_sources(checkpoint, shards))
     writer.copy_files(checkpoint.path)
     if recipe is not None:
         _keep_recipe(writer, recipe)
 
 
-def dense_sources(checkpoint: Checkpoint) -> dict[str, TensorSource]:
-    """All tensors but expert weights by their names on disk, to be read when they are written."""
-    found = {}
+def dense_sources(
+    checkpoint: Checkpoint, shards: ShardIndex | None = None
+) -> dict[str, TensorSource]:
+    """All tensors but expert weights by their names on disk, to be read when they are written,
+    from another opened index of the same files if given.
+    """
+    shards, found = shards or checkpoint.shards, {}
     for name in checkpoint.dense_keys():
-        entry = checkpoint.shards.entry(name)
-        read = partial(checkpoint.read, name)
+        entry = shards.entry(name)
+        read = partial(shards.read, name)
         found[name] = TensorSource(DTYPES[entry.dtype], entry.shape, read)
     return found
 

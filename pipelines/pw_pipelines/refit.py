@@ -41,7 +41,8 @@ IMPORTANCE: Mapping[int, float] = {2: 1.0, 3: 1.0, 4: 1.0, 5: 0.5, 6: 0.3, 7: 0.
 _NEAR, _FAR = 0.3, 0.03  # importance of the widths beside the focus, and of those farther away
 _ROUNDS = 2
 _FOCUSED_ROUNDS = 4
-_STRIP = 32  # columns whose changes reach the others by one product
+_STRIP = 32  # columns whose changes reach the others of their part by one product
+_PART = 256  # columns whose changes reach all others by one: pulls are read and written less often
 _STEPS = 8  # of conjugate gradients; tables start from the last ones
 _RIDGE = 1e-3  # pull of a level toward the one before, relative to the mean of diag H
 _DAMPING = 1e-2  # of the mean of diag H, added to it
@@ -229,19 +230,25 @@ class _Fit:
         levels, widths = self.places().levels(self.tables), len(self.sizes)
         pulls = self.times_hessian(self.weights[:, :, None] - levels)
         scaled = self.tables * self.roots.index_select(2, self.width_of)
-        for start in range(0, cols, _STRIP):
-            strip, later = slice(start, start + _STRIP), slice(start + _STRIP, None)
-            self.codes[:, :, strip], falls = descend(
-                self.tables,
-                scaled,
-                self.roots,
-                self.hessians[:, strip, strip],
-                levels[..., strip],
-                pulls[..., strip],
-                self.min_bits,
-            )
-            rest = pulls.view(blocks, rows * widths, cols)[..., later]
-            rest.baddbmm_(falls.reshape(blocks, rows * widths, -1), self.hessians[:, strip, later])
+        flat = pulls.view(blocks, rows * widths, cols)
+        for first in range(0, cols, _PART):
+            part, after = slice(first, first + _PART), slice(first + _PART, None)
+            fallen = []
+            for start in range(first, min(first + _PART, cols), _STRIP):
+                strip, later = slice(start, start + _STRIP), slice(start + _STRIP, part.stop)
+                self.codes[:, :, strip], falls = descend(
+                    self.tables,
+                    scaled,
+                    self.roots,
+                    self.hessians[:, strip, strip],
+                    levels[..., strip],
+                    pulls[..., strip],
+                    self.min_bits,
+                )
+                fallen.append(falls.reshape(blocks, rows * widths, -1))
+                flat[..., later].baddbmm_(fallen[-1], self.hessians[:, strip, later])
+            if part.stop < cols:
+                flat[..., after].baddbmm_(torch.cat(fallen, 2), self.hessians[:, part, after])
 
 
 def _ratio(above: Tensor, below: Tensor) -> Tensor:

@@ -45,6 +45,7 @@ class Savepoint:
         text = json.dumps([name, dict(inputs), torch.__version__], sort_keys=True)
         self._identity = hashlib.sha256(text.encode()).hexdigest()
         self.states = self._folder / "states"  # file for hidden states
+        self.opened = False  # whether a reading saves here
 
     def useful(self, needed: bool) -> bool:
         """Whether to save at all: only if every rank needs it."""
@@ -61,6 +62,7 @@ class Savepoint:
 
         With several ranks, the steps that all of them have done.
         """
+        self.opened = True
         identity = self._folder / _IDENTITY
         if not identity.is_file() or identity.read_text() != self._identity:
             remove_tree(self._folder)
