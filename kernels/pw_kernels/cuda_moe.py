@@ -51,8 +51,8 @@ class Tuning:
         pingpong: Two turns of the loop instead of one, so that no register is copied; up to 6 bits.
         shares: One wave of blocks shares out all work; else a block for each `items`.
         mixed: At 4 bits every second row block looks up in shared memory.
-        halved: A block takes half of the rows of a pair of row tiles, where tables are in
-            registers; for plans that are `direct`.
+        halved: Half of the rows of a pair of row tiles are taken at once, where tables are in
+            registers; not for a launch of both kinds, unless there are no lists.
     """
 
     split: int
@@ -243,18 +243,17 @@ def _launch_classes(
         low, high = max(low, plan.widths[0]), min(high, widest)
         if low > high:
             continue
-        halved = tuning.halved and bool(defines["DIRECT"])
         constants = {
             **defines, "CLASS": number, "LOW": low, "HIGH": high, "NT": plan.token_tiles,
             "WK": tuning.split, "ITEMS": tuning.items, "BLOCKS": tuning.blocks,
             "TABLE_BITS": plan.register_bits + 1, "FIRST": first, "RESIDENT": tuning.resident,
             "PINGPONG": int(tuning.pingpong), "SHARES": int(tuning.shares),
-            "HYBRID": int(tuning.mixed), "HALVED": int(halved),
+            "HYBRID": int(tuning.mixed), "HALVED": int(tuning.halved),
             "SHARED_BASE": nvrtc.reserved_shared_bytes(index),
         }  # fmt: skip
         shared = max(_shared_bytes(b, plan, tuning) for b in range(low, high + 1))
-        units = -(-pairs // tuning.items)
-        grid: tuple[int, ...] = (2 * pairs if halved else units, groups)
+        units = -(-(pairs << tuning.halved) // tuning.items)
+        grid: tuple[int, ...] = (units, groups)
         if tuning.shares:
             grid = (min(_places(shared, tuning, index), units * groups),)
         kernel("moe.cu", "experts", constants, device).launch(
@@ -277,7 +276,8 @@ def _shared_bytes(bits: int, plan: Plan, tuning: Tuning) -> int:
     parts = warps * tokens * 1024
     if bits <= plan.register_bits:
         spread = 4096 if bits == 4 and tuning.mixed else 0
-        return spread + 2 * (64 << bits) + parts + warps * 2 * (bits + 4 * tokens) * 512
+        rows = (2 * (64 << bits) + parts + warps * 2 * bits * 512) >> tuning.halved
+        return spread + rows + warps * 2 * tokens * 2048
     tiles = 1
     while (
         2 * tiles * (256 << bits) <= tuning.resident

@@ -7,7 +7,7 @@
 //   LOW, HIGH     widths that this kernel takes;  CLASS: which of the two work lists it walks
 //   GATED         1: gate_up with activation KIND; 0: down with router weight
 //   TOP_K, BIAS, NT (token tiles of 8 in a group), WK (warps that split K of a row tile; a block has 2 * WK)
-//   ITEMS         pairs of row tiles that a block takes at least
+//   ITEMS         pairs of row tiles that a block takes at least (or halves of them, if HALVED)
 //   RESIDENT      bytes of shared memory for tables, 65536 at most: as many row tiles as fit are taken at once (the same)
 //   PINGPONG      1: two turns of the loop instead of one, so that no register is copied (the same, up to 6 bits)
 //   EXPAND        1: blocks are written out as matrices, for prompts, instead of multiplied
@@ -289,14 +289,14 @@ DI void slot_low(const Table<B>* table, const u32 (*words)[2 * ROW_BLOCKS], cons
   }
 }
 // Items first to last of a group: what a warp needs next is copied while it computes, also across items. A lane copies just
-// what it reads itself, so a warp's two stages need no barrier: [2][B planes, 4 * NT inputs][32 lanes] uint4.
+// what it reads itself, so a warp's two stages need no barrier: [2][B planes, 4 * NT inputs][32 lanes].
 template <int B> DI void run_low(const Arguments& a, int4 work, int first, int last, unsigned char* shared) {
-  constexpr int ROW_BLOCKS = HALVED ? 1 : 2, TABLE = (32 << B) * ROW_BLOCKS, STAGE = (B + 4 * NT) * 512, SUMS = 4 * ROW_BLOCKS * NT;
+  constexpr int ROW_BLOCKS = HALVED ? 1 : 2, TABLE = (32 << B) * ROW_BLOCKS, PLANE = 256 * ROW_BLOCKS, STAGE = B * PLANE + NT * 2048, SUMS = 4 * ROW_BLOCKS * NT;
   int thread = thread_index(), lane = thread & 31, warp = thread >> 5, wk = warp % WK, half = warp / WK, group = work.x, expert = work.y;
   unsigned char* tables = shared + (MIXED<B> ? 4096 : 0);      // [2 halves] raw entries of an item's rows
   float* parts = reinterpret_cast<float*>(tables + 2 * TABLE); // [2 halves][WK][SUMS][32]
-  unsigned char* stages = tables + 2 * TABLE + WARPS * SUMS * 128 + warp * 2 * STAGE + lane * 16;
-  u32 to = (u32)__cvta_generic_to_shared(stages), lane4 = lane * 4 + half * 128;
+  unsigned char* stages = tables + 2 * TABLE + WARPS * SUMS * 128 + warp * 2 * STAGE;
+  u32 to = (u32)__cvta_generic_to_shared(stages), to_planes = to + lane * (PLANE / 32), to_inputs = to + B * PLANE + lane * 16, lane4 = lane * 4 + half * 128;
   Planes planes(a, expert, lane);
   Inputs inputs(a, group, lane);
   auto pair_of = [](int item) { return HALVED ? item >> 1 : item; };
@@ -311,14 +311,14 @@ template <int B> DI void run_low(const Arguments& a, int4 work, int first, int l
   auto fetch_planes = [&](int item, int kt, u32 stage) {
     int tile = row_tile(pair_of(item), half) * COL_TILES + kt;
     UNROLL for (int p = 0; p < B; p++) {
-      if (HALVED) copy_async8(to + stage + p * 512, planes.at(p, tile) + block_of(item) * 8);
-      else copy_async(to + stage + p * 512, planes.at(p, tile));
+      if (HALVED) copy_async8(to_planes + stage + p * PLANE, planes.at(p, tile) + block_of(item) * 8);
+      else copy_async(to_planes + stage + p * PLANE, planes.at(p, tile));
     }
   };
   auto fetch_inputs = [&](int kt, u32 stage) {
     UNROLL for (int n = 0; n < NT; n++) {
       u64 x = mad_wide(kt, 256, inputs.x[n]);
-      UNROLL for (int s = 0; s < 4; s++) copy_async(to + stage + (B + s * NT + n) * 512, x + s * 64, inputs.size(n, kt, s, lane));
+      UNROLL for (int s = 0; s < 4; s++) copy_async(to_inputs + stage + (s * NT + n) * 512, x + s * 64, inputs.size(n, kt, s, lane));
     }
   };
   copy_tables(first);
@@ -358,22 +358,23 @@ template <int B> DI void run_low(const Arguments& a, int4 work, int first, int l
       }
       commit();
       wait<1>();
-      const uint4* loaded = reinterpret_cast<const uint4*>(stages + stage);
+      const unsigned char* loaded = stages + stage + lane * (PLANE / 32);
+      const uint4* x = reinterpret_cast<const uint4*>(stages + stage + B * PLANE + lane * 16);
       u32 words[B][2 * ROW_BLOCKS];
       UNROLL for (int p = 0; p < B; p++) {
         if constexpr (HALVED) {
-          uint2 v = *reinterpret_cast<const uint2*>(loaded + p * 32);
+          uint2 v = *reinterpret_cast<const uint2*>(loaded + p * PLANE);
           words[p][0] = v.x; words[p][1] = v.y;
         } else {
-          uint4 v = loaded[p * 32];
+          uint4 v = *reinterpret_cast<const uint4*>(loaded + p * PLANE);
           words[p][0] = v.x; words[p][1] = v.y; words[p][2] = v.z; words[p][3] = v.w;
         }
       }
       Merged<B, ROW_BLOCKS> merged(words);
-      slot_low<B, ROW_BLOCKS, 0>(table, words, merged, lane4, loaded + B * 32, acc);
-      slot_low<B, ROW_BLOCKS, 1>(table, words, merged, lane4, loaded + B * 32, acc);
-      slot_low<B, ROW_BLOCKS, 2>(table, words, merged, lane4, loaded + B * 32, acc);
-      slot_low<B, ROW_BLOCKS, 3>(table, words, merged, lane4, loaded + B * 32, acc);
+      slot_low<B, ROW_BLOCKS, 0>(table, words, merged, lane4, x, acc);
+      slot_low<B, ROW_BLOCKS, 1>(table, words, merged, lane4, x, acc);
+      slot_low<B, ROW_BLOCKS, 2>(table, words, merged, lane4, x, acc);
+      slot_low<B, ROW_BLOCKS, 3>(table, words, merged, lane4, x, acc);
       stage = STAGE - stage;
     }
     put<ROW_BLOCKS>(parts + warp * SUMS * 32, acc, lane);
@@ -649,7 +650,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) experts(Argumen
   if (!FIRST || !GATED) wait_for_earlier();
 }
 #else
-constexpr int PAIRS = (ROW_TILES + 1) / 2, UNITS = (PAIRS + ITEMS - 1) / ITEMS;
+constexpr int ALL = (ROW_TILES + 1) / 2 << HALVED, UNITS = (ALL + ITEMS - 1) / ITEMS;
 constexpr u64 COSTS = 0x211b1613110b0a00ull;                    // a byte for each width from 1 bit on: measured time of an item
 DI u32 cost(int width) { return width ? (u32)(COSTS >> (8 * width - 8)) & 255 : 0; }
 DI u32 sum_up_to(u32 value, int lane) {                         // of the lanes up to this one
@@ -701,11 +702,11 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) experts(Argumen
     int4 work = piece(a, number, first, last);
     if (work.y < 0) break;
     if (number) __syncthreads();                                // the sums of the piece before are read
-    if (first < last) run(a, work, first * ITEMS, min(last * ITEMS, PAIRS));
+    if (first < last) run(a, work, first * ITEMS, min(last * ITEMS, ALL));
   }
 #else
   int4 work = listed(a, blockIdx.y);
-  if (work.y >= 0) run(a, work, blockIdx.x * ITEMS, min((int)(blockIdx.x + 1) * ITEMS, PAIRS));
+  if (work.y >= 0) run(a, work, blockIdx.x * ITEMS, min((int)(blockIdx.x + 1) * ITEMS, ALL));
 #endif
   if (!FIRST || !GATED) wait_for_earlier();
 }

@@ -146,6 +146,7 @@ class Case:
         ({}, None),  # a block for each item
         ({"SHARES": 1, "HYBRID": 1}, 11),
         ({"SHARES": 1, "ITEMS": 2, "HYBRID": 1, "WK": 2, "NT": 2}, 3),
+        ({"SHARES": 1, "HALVED": 1, "HYBRID": 1, "WK": 1, "TABLE_BITS": 5, "HIGH": 4}, 5),
     ],
 )
 def test_every_width_of_the_decode_kernel(
@@ -154,6 +155,7 @@ def test_every_width_of_the_decode_kernel(
     case = Case(gated, tokens=12, top_k=3)
     defines = case.constants | constants
     groups, work, size = [], [], SLOTS * defines["NT"]
+    case.ids %= defines["HIGH"] - 1  # the widths that the kernel takes
     for expert, width in enumerate(WIDTHS):
         for part in (case.ids == expert).nonzero().flatten().split(size):
             places = torch.full((size,), case.count, dtype=torch.int32)
