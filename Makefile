@@ -30,6 +30,10 @@ check: $(STAMP)  ## Lint, format, types, import directions
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -q tests/repo
 
+# The tests try the same examples every time: make test HYPOTHESIS_PROFILE=random tries new ones.
+HYPOTHESIS_PROFILE ?= ci
+export HYPOTHESIS_PROFILE
+
 WORKERS ?= auto
 RERUN   ?= --reruns 1 --max-suite-reruns 5 --rerun-show-tracebacks -rfER
 test: $(STAMP)  ## All tests that need no GPU, a process for each core: make test WORKERS=1

@@ -13,7 +13,10 @@ from typing import Any
 import pytest
 import torch
 
+from support.profiles import load_profile
+
 torch.set_num_threads(2)
+load_profile(os.environ)
 
 
 @pytest.fixture(scope="session", autouse=True)
