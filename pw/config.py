@@ -24,6 +24,25 @@ def parse_bytes(text: str) -> int:
     return size
 
 
+def parse_memory(flag: str, text: str) -> int:
+    """Bytes of memory, as `parse_bytes` reads them. Elsewhere a bare number means GiB: ask.
+
+    Args:
+        flag: What the message calls it.
+        text: A size; without a unit at least a MiB.
+
+    Raises:
+        ConfigError: The text is no size, or a number so small that bytes cannot be meant.
+    """
+    size, number = parse_bytes(text), text.strip()
+    if size < 1 << 20 and re.fullmatch(r"[\d.]+", number):
+        raise ConfigError(
+            f"{flag} is in bytes, and so few hold nothing: `{text}`",
+            f"did you mean `{number}GiB`?",
+        )
+    return size
+
+
 def format_bytes(number: float) -> str:
     """Bytes in the largest binary unit that keeps it above 1: 25165824 -> `24.00 MiB`."""
     for unit in ("B", "KiB", "MiB", "GiB"):
@@ -102,7 +121,10 @@ class PrecisionPolicy:
             return cls(kind)
         if kind == "static" and argument.isdigit():
             if int(argument) not in WIDTHS:
-                raise ConfigError(f"static width must be 2 to 8: `{text}`")
+                raise ConfigError(
+                    f"static width must be 2 to 8: `{text}`",
+                    "and one that the artifact has: `pw inspect` shows them",
+                )
             return cls(kind, bits=int(argument))
         if kind in ("static", "replay") and argument:
             return cls(kind, path=Path(argument))

@@ -5,6 +5,7 @@ stage inside, so that `pw --help` loads neither torch nor transformers.
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Sequence
 from typing import Annotated
@@ -17,6 +18,7 @@ from pw.cli.command import UsageError, add_command, print_error
 from pw.cli.evaluation import evaluate
 from pw.cli.inspection import env, inspect
 from pw.cli.offline import calibrate, export, fit_residuals, quantize, sensitivity, trace, tune
+from pw.cli.origin import name_the_origin, value_elsewhere
 from pw.cli.recipes import run
 from pw.cli.runtime import generate, serve
 from pw.cli.top import top
@@ -98,6 +100,13 @@ _ELSEWHERE = {
 }
 
 
+def _read_elsewhere(error: Exception) -> str:
+    """The value that a variable or a file gave to the parameter that an error is about."""
+    context, parameter = getattr(error, "ctx", None), getattr(error, "param", None)
+    value = None if context is None or parameter is None else value_elsewhere(context, parameter)
+    return "" if value is None else f": `{value}`"
+
+
 def _as_usage(error: Exception) -> PwError:
     """The parser's complaint in our form: one line, then the nearest flag or the help to read."""
     context = getattr(error, "ctx", None)
@@ -113,5 +122,6 @@ def _as_usage(error: Exception) -> PwError:
         hint = "did you mean " + " or ".join(f"`{option}`" for option in sorted(nearest)) + "?"
     elif suggestion:
         hint = "did you mean " + suggestion.replace("'", "`")
-    message = " ".join(message.split()).rstrip(".").replace("'", "`")
-    return PwError(message[:1].lower() + message[1:], hint)
+    message = re.sub(r" \(env var: '\w+'\)", "", " ".join(message.split()).rstrip("."))
+    message = message.replace("'", "`") + _read_elsewhere(error)
+    return name_the_origin(PwError(message[:1].lower() + message[1:], hint), context)

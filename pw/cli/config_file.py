@@ -9,6 +9,8 @@ from typing import Any
 
 import typer
 
+from pw.cli.origin import FILE_KEYS
+
 
 def read_config(context: typer.Context, file: Path | None) -> Path | None:
     """Make a file's values the defaults of the command; flags and `PW_...` variables go before.
@@ -40,11 +42,13 @@ def read_config(context: typer.Context, file: Path | None) -> Path | None:
         if parameter.name not in ("config", "help")
         for spelling in (*parameter.opts, str(parameter.name))
     }
-    context.default_map = {
-        _name(str(key), names, file): _value(value)
+    given = {
+        _name(str(key), names, file): (str(key), _value(value))
         for key, value in (found or {}).items()
         if value is not None
     }
+    context.default_map = {name: value for name, (_, value) in given.items()}
+    context.meta[FILE_KEYS] = {name: f"{file}:{key}" for name, (key, _) in given.items()}
     return file
 
 

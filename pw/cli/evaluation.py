@@ -18,7 +18,8 @@ from pw.cli.eval_options import ComparisonOptions, ReportOptions, TaskOptions, T
 from pw.cli.locate import artifact_path
 from pw.cli.offline import progress_of
 from pw.cli.options import Common, Planner, Runtime
-from pw.config import EngineConfig, PrecisionPolicy
+from pw.cli.precheck import check_context, check_settings
+from pw.config import EngineConfig, PrecisionPolicy, format_bytes, parse_memory
 from pw.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -101,7 +102,11 @@ def run_evaluation(
 
     def make_engine(policy: PrecisionPolicy, budget: int | None) -> Engine:
         limits = bounds if budget is None else bounds | {"memory_budget": budget}
-        return Engine.from_artifact(path, replace(config, policy=policy, **limits))
+        settings = replace(config, policy=policy, **limits)
+        check_settings(path, settings)
+        engine = Engine.from_artifact(path, settings)
+        check_context(config.max_model_len, engine.status())
+        return engine
 
     harness = _harness(harness_files, tokenizer, tasks.settings(seed), job)
     sweeper = Sweeper(make_engine, job, progress_of(common).stage, harness)
@@ -159,9 +164,12 @@ def compare(config: EngineConfig, options: ComparisonOptions) -> Compared:
     budgets: tuple[Budget, ...] = ()
     if options.memory_budgets is not None:
         budgets = parse_budgets(options.memory_budgets)
+        for budget in budgets:
+            if budget.policy is None:
+                parse_memory("--memory-budgets", budget.name)
         config = replace(config, memory_budget=None)
     elif options.policies is not None and config.memory_budget is not None:
-        budgets = (Budget(f"{config.memory_budget} bytes", config.memory_budget),)
+        budgets = (Budget(format_bytes(config.memory_budget), config.memory_budget),)
         config = replace(config, memory_budget=None)
     if config.trace is not None and len(adapting) * max(len(budgets), 1) != 1:
         raise ConfigError(

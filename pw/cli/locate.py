@@ -53,9 +53,10 @@ def artifact_path(model: str, *, quiet: bool = False) -> Path:
             f"copy the whole folder again, or make it anew: `pw calibrate MODEL -o {output}`",
         )
     if (path / "config.json").is_file() or _names_a_hub_model(model):
+        fetch = "" if path.exists() else " --download"
         raise StoreError(
             f"not an artifact but an unquantized checkpoint: `{model}`",
-            f"quantize it first: `pw calibrate {model} -o {output}`, then use `{output}`",
+            f"quantize it first: `pw calibrate {model} -o {output}{fetch}`, then use `{output}`",
         )
     if path.exists():
         raise StoreError(

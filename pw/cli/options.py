@@ -21,6 +21,7 @@ from pw.config import (
     PrecisionPolicy,
     QuantizeConfig,
     parse_bytes,
+    parse_memory,
 )
 from pw.errors import ConfigError
 
@@ -172,7 +173,7 @@ class Planner:
             high_watermark=self.high_watermark,
             dwell_steps=self.dwell_steps,
             forecast_steps=self.forecast_steps,
-            transfer_budget_bytes=parse_bytes(self.transfer_budget),
+            transfer_budget_bytes=parse_memory("--transfer-budget", self.transfer_budget),
         )
 
 
@@ -313,7 +314,7 @@ class Runtime:
             )
         utilization = self.gpu_memory_utilization
         return EngineConfig(
-            memory_budget=_size(self.memory_budget),
+            memory_budget=_size("--memory-budget", self.memory_budget),
             gpu_memory_utilization=(
                 EngineConfig.gpu_memory_utilization if utilization is None else utilization
             ),
@@ -321,7 +322,7 @@ class Runtime:
             device=self.device,
             dtype=self.dtype,
             kv_cache_dtype=self.kv_cache_dtype,
-            page_bytes=_size(self.page_bytes),
+            page_bytes=None if self.page_bytes is None else parse_bytes(self.page_bytes),
             load_format=self.load_format,
             enable_prefix_caching=self.enable_prefix_caching,
             prefix_cache_precision=self.prefix_cache_precision,
@@ -332,7 +333,7 @@ class Runtime:
             async_scheduling=self.async_scheduling,
             min_bits=self.min_bits,
             max_bits=self.max_bits,
-            offload_cpu_memory=_size(self.offload_cpu_memory),
+            offload_cpu_memory=_size("--offload-cpu-memory", self.offload_cpu_memory),
             seed=self.seed,
             trace=self.precision_trace,
             trace_requests=self.trace_requests,
@@ -373,8 +374,8 @@ class Sampling:
         )
 
 
-def _size(text: str | None) -> int | None:
-    return None if text is None else parse_bytes(text)
+def _size(flag: str, text: str | None) -> int | None:
+    return None if text is None else parse_memory(flag, text)
 
 
 def _integer(flag: str, text: str) -> int:

@@ -1,6 +1,7 @@
 """What is wrong with an artifact and can be told at once, before torch is loaded for the rest.
 
-The engine checks all of it again, and more; this only spares people the wait.
+The engine checks all of it again, and more; this only spares people the wait. What it leaves to
+those who start it is whether the longest context that fits is long enough.
 """
 
 from __future__ import annotations
@@ -9,11 +10,14 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pw import FORMAT_VERSION
 from pw.config import EngineConfig, format_bytes, format_exactly
-from pw.errors import BudgetError, StoreError
+from pw.errors import BudgetError, ConfigError, StoreError
+
+if TYPE_CHECKING:
+    from pw.engine.request import EngineStatus
 
 _MANIFEST_BYTES = 256 << 20
 _HASHED_BYTES = (
@@ -33,6 +37,7 @@ def check_artifact(path: Path, config: EngineConfig) -> None:
 
     Raises:
         StoreError: It is of a newer format, or a file is missing, cut short or another one.
+        ConfigError: A width is not to be had.
         BudgetError: Its weights alone are more than the memory budget.
     """
     manifest = _read(path / "manifest.json")
@@ -49,7 +54,50 @@ def check_artifact(path: Path, config: EngineConfig) -> None:
     for file, size, sha256 in sorted(_files(path, manifest), key=lambda each: each[1]):
         read += size
         _check(file, size, sha256 if read <= _HASHED_BYTES else None)
+    _check_widths(manifest, config)
     _check_budget(manifest, config)
+
+
+def check_settings(path: Path, config: EngineConfig) -> None:
+    """Refuse widths that an artifact does not have, and a budget below its weights.
+
+    Args:
+        path: Its folder.
+        config: With what it is to be run.
+
+    Raises:
+        ConfigError: A width is not to be had.
+        BudgetError: Its weights alone are more than the memory budget.
+    """
+    manifest = _read(path / "manifest.json")
+    if manifest is not None:
+        _check_widths(manifest, config)
+        _check_budget(manifest, config)
+
+
+def check_context(wanted: int | None, started: EngineStatus) -> None:
+    """Refuse to run with shorter contexts than somebody has asked for by name.
+
+    What counts is one sequence alone beside the weights at the least widths that the policy can
+    reach: an adaptive engine gives planes up for it.
+
+    Args:
+        wanted: Tokens of --max-model-len; None: as many as fit.
+        started: Of the engine.
+
+    Raises:
+        BudgetError: They do not fit.
+    """
+    found = started.max_model_len
+    if wanted is None or wanted <= found:
+        return
+    widths = {"adaptive": " at their least widths", "dense": ", unquantized"}
+    raise BudgetError(
+        f"--max-model-len of {wanted:,} tokens does not fit in the memory budget of "
+        f"{format_exactly(started.bytes.budget)}: beside the experts"
+        f"{widths.get(started.policy, f' at {started.policy}')} {found:,} tokens do",
+        f"lower it to {found}, raise --memory-budget, or give `auto`: as many as fit",
+    )
 
 
 def _read(path: Path) -> dict[str, Any] | None:
@@ -88,6 +136,30 @@ def _check(file: Path, size: int, sha256: str | None) -> None:
             f"artifact file is damaged: `{file}`: {problem}",
             "it is not the file that the artifact was made with: copy it again",
         )
+
+
+def _check_widths(manifest: Mapping[str, Any], config: EngineConfig) -> None:
+    """Refuse widths of which the artifact has no planes."""
+    low, high = manifest.get("min_bits"), manifest.get("max_bits")
+    if not isinstance(low, int) or not isinstance(high, int) or config.policy.kind == "dense":
+        return
+    least, most = config.min_bits or low, config.max_bits or high
+    if least > most:
+        raise ConfigError(f"--min-bits is above --max-bits: {least}, {most}", "swap them")
+    named = (
+        (f"--precision-policy {config.policy}", config.policy.bits),
+        (f"--min-bits {config.min_bits}", config.min_bits),
+        (f"--max-bits {config.max_bits}", config.max_bits),
+    )
+    for what, bits in named:
+        if bits is not None and not low <= bits <= high:
+            raise ConfigError(
+                f"{what} is not to be had: the artifact has {low} to {high} bits",
+                f"choose one of these, or make another artifact: "
+                f"`pw calibrate MODEL --max-bits {bits}`"
+                if bits > high
+                else f"choose {low} to {high}",
+            )
 
 
 def _check_budget(manifest: Mapping[str, Any], config: EngineConfig) -> None:

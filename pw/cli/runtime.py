@@ -11,10 +11,10 @@ import typer
 
 from pw import logs
 from pw.cli.command import print_json
-from pw.cli.locate import model_folder
+from pw.cli.locate import TINY, model_folder
 from pw.cli.openai_options import OpenAI
 from pw.cli.options import Common, Planner, Runtime, Sampling
-from pw.cli.precheck import check_artifact
+from pw.cli.precheck import check_artifact, check_context, check_settings
 from pw.cli.server_options import Server
 from pw.errors import ModelError, PwError
 
@@ -55,9 +55,12 @@ def generate(
     if not common.quiet:
         print(f"loading {path} ...", file=sys.stderr)
 
+    check_settings(path, config)
+
     from pw.engine import Engine
 
     engine = Engine.from_artifact(path, config)
+    check_context(config.max_model_len, engine.status())
     tokenizer = engine.tokenizer
     ids = (
         tokenizer.encode_chat([{"role": "user", "content": text}])
@@ -105,8 +108,10 @@ def serve(
     config = runtime.config(planner, max_num_queued_reqs=server.max_num_queued_reqs)
     server.check()
     logs.configure(logs.current().level, server.log_format)
+    # A wrong MODEL is told first; only the bundled one may take a minute to be made.
+    path = None if model == TINY else model_folder(model, runtime, quiet=common.quiet)
     endpoint = None if server.dry_run else _endpoint(server)
-    path = model_folder(model, runtime, quiet=common.quiet)
+    path = path or model_folder(model, runtime, quiet=common.quiet)
     check_artifact(path, config)
     api.check(path)
 
@@ -160,13 +165,7 @@ def _serve(
     ready = process.wait_until_ready()
     if not quiet:
         _show_plan(ready.status, ready.info.concurrency)
-    if ready.status.max_model_len < (config.max_model_len or 0):
-        logger.warning(
-            "contexts of --max-model-len %s tokens do not fit: %s at most; a larger "
-            "--memory-budget lets them be longer",
-            f"{config.max_model_len:,}",
-            f"{ready.status.max_model_len:,}",
-        )
+    check_context(config.max_model_len, ready.status)
     if endpoint is None:
         return 0
     if (template := api.template()) is not None:

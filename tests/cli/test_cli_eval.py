@@ -112,6 +112,7 @@ def test_a_budget_without_policies_holds_and_with_policies_is_for_those_that_ada
     assert fixed["error"] is None
     assert fixed["fits"] == []
     assert "(100,000 bytes) is too small" in adaptive["error"]
+    assert adaptive["budget"] == "97.66 KiB"
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -125,6 +126,30 @@ def test_a_budget_that_cannot_work_is_exit_code_4_with_the_least_that_can(made: 
     assert done.code == 4
     assert "97.66 KiB (100,000 bytes) is too small" in done.err
     assert "hint: raise --memory-budget" in done.err
+
+
+@pytest.mark.parametrize("command", ["generate", "serve"])
+def test_a_context_asked_for_that_does_not_fit_is_refused(made: Made, command: str) -> None:
+    """Narrowing every expert is what counts; `auto` takes what there is."""
+    flags = ("--max-num-seqs", "1", "--max-num-batched-tokens", "32", "--memory-budget")
+    tail = ("--dry-run",) if command == "serve" else ("hi", "--max-tokens", "1")
+    budget = "100kB"
+    for _ in range(2):  # the least as the command line knows it, then as the engine does
+        told = run("generate", str(made.artifact), "hi", *flags, budget).err
+        _, least = re.findall(r"\(([\d,]+) bytes\)", told)
+        budget = f"{int(least.replace(',', '')) + (16 << 10)}B"
+    whole = (command, str(made.artifact), *tail, *flags, budget)
+    done = run(*whole, "--max-model-len", "250")
+    assert done.code == 4, done.err
+    error = next(line for line in done.err.splitlines() if line.startswith("error: "))
+    found = re.search(
+        r"--max-model-len of 250 tokens does not fit in the memory .* (\d+) tokens", error
+    )
+    assert found, error
+    assert f"lower it to {found[1]}, raise --memory-budget, or give `auto`" in done.err
+    assert "Traceback" not in done.err
+    for length in ("auto", found[1]):
+        assert run(*whole, "--max-model-len", length).code == 0
 
 
 def test_serve_answers_and_drains(made: Made) -> None:

@@ -1,5 +1,6 @@
 """Exit codes and messages of what users get wrong, through the real runner."""
 
+import socket
 from pathlib import Path
 
 import pytest
@@ -76,7 +77,12 @@ def test_every_command_has_help_and_the_common_flags(command: str) -> None:
             "give one of them",
         ),
         ("serve x --gpu-memory-utilization 1.5", 2, "must be in (0, 1]: 1.5", ""),
-        ("serve x --precision-policy static:9", 2, "static width must be 2 to 8", ""),
+        ("serve x --precision-policy static:9", 2, "static width must be 2 to 8", "`pw inspect`"),
+        ("serve x --memory-budget 24", 2, "--memory-budget is in bytes", "did you mean `24GiB`?"),
+        ("eval x --memory-budget 1.5", 2, "and so few hold nothing: `1.5`", "`1.5GiB`"),
+        ("eval x --policies adaptive --memory-budgets static:3,9", 2, "nothing: `9`", "`9GiB`"),
+        ("serve x --offload-cpu-memory 8", 2, "--offload-cpu-memory is in bytes", "`8GiB`"),
+        ("serve x --transfer-budget 2", 2, "--transfer-budget is in bytes", "`2GiB`"),
         ("serve x --precision-policy magic", 2, "unknown precision policy: `magic`", "adaptive"),
         ("serve x --max-model-len 3q", 2, "--max-model-len must be tokens", ""),
         ("serve x --low-watermark 0.5 --high-watermark 0.2", 2, "low 0.5, high 0.2", ""),
@@ -118,7 +124,8 @@ def test_what_is_no_artifact_is_refused_with_the_line_to_run(command: str, tmp_p
 
     done = run(command, "Qwen/Qwen1.5-MoE-A2.7B@main", *tail)
     assert done.code == 3
-    assert "`pw calibrate Qwen/Qwen1.5-MoE-A2.7B@main -o Qwen1.5-MoE-A2.7B.pw`" in done.err
+    line = "pw calibrate Qwen/Qwen1.5-MoE-A2.7B@main -o Qwen1.5-MoE-A2.7B.pw --download"
+    assert f"`{line}`" in done.err
 
     done = run(command, str(tmp_path / "no.pw"), *tail)
     assert done.code == 3
@@ -149,15 +156,23 @@ def test_an_artifact_without_manifest_is_an_incomplete_copy(
     assert "`pw calibrate bad.pw -o bad-quantized.pw`" in run("serve", "bad.pw", "--port", "0").err
 
 
-def test_a_taken_port_is_found_before_the_model_is_loaded() -> None:
-    import socket
-
+def test_a_taken_port_is_found_before_the_model_is_loaded_and_after_it_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PW_HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "there.pw").mkdir()
+    (tmp_path / "there.pw" / "manifest.json").write_text("{}")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
+        for model in ("there.pw", "tiny"):  # tiny would take half a minute to be made
+            done = run("serve", model, "--port", str(port))
+            assert done.code == 2
+            assert f"cannot listen on 127.0.0.1:{port}" in done.err
+            assert "--port" in done.err.splitlines()[1]
         done = run("serve", "missing.pw", "--port", str(port))
-    assert done.code == 2
-    assert f"cannot listen on 127.0.0.1:{port}" in done.err
-    assert "--port" in done.err.splitlines()[1]
+        assert done.code == 3
+        assert done.err.startswith("error: no such artifact: `missing.pw`")
 
 
 def test_verbose_shows_the_traceback_and_the_same_last_lines() -> None:
@@ -178,7 +193,7 @@ def test_flags_are_environment_variables_and_the_command_line_wins(
     done = run("generate", "x.pw", "hi", "--max-model-len", "4k")
     assert "no such artifact" in done.err
     monkeypatch.setenv("PW_PORT", "many")
-    assert "`--port`" in run("serve", "x.pw").err
+    assert "`PW_PORT`" in run("serve", "x.pw").err
 
 
 @pytest.mark.parametrize("flag", ["--max-model-len", "--max_model_len"])

@@ -10,13 +10,15 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from pw import FORMAT_VERSION
-from pw.cli.precheck import check_artifact
+from pw.cli.precheck import check_artifact, check_context, check_settings
 from pw.config import EngineConfig, PrecisionPolicy
-from pw.errors import BudgetError, StoreError
+from pw.engine.request import BytesByClass, EngineStatus
+from pw.errors import BudgetError, ConfigError, StoreError
 from pw.store.manifest_reader import load
 from support.patience import PATIENCE
 
@@ -57,7 +59,7 @@ def write(folder: Path, version: int) -> None:
     geometry = {"layers": [0, 1], "experts": 4, "gate_up": shape, "down": shape}
     manifest = {
         "format_version": version, "files": files, "geometry": geometry, "min_bits": 2,
-        "lut_dtype": "bfloat16",
+        "max_bits": 6, "lut_dtype": "bfloat16",
     }  # fmt: skip
     (folder / "manifest.json").write_text(json.dumps(manifest))
 
@@ -123,6 +125,60 @@ def test_a_budget_below_the_weights(artifact: Path, policy: str, bits: int) -> N
     with pytest.raises(BudgetError, match=f"experts at {bits} bits") as caught:
         check_artifact(artifact, EngineConfig(memory_budget=least - 1, policy=chosen))
     assert caught.value.hint == "raise --memory-budget"
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "hint"),
+    [
+        ({"policy": "static:8"}, "--precision-policy static:8 is not to be had", "--max-bits 8`"),
+        (
+            {"max_bits": 7},
+            "--max-bits 7 is not to be had: the artifact has 2 to 6",
+            "--max-bits 7`",
+        ),
+        ({"min_bits": 7}, "--min-bits is above --max-bits: 7, 6", "swap them"),
+        ({"min_bits": 1}, "--min-bits 1 is not to be had", "choose 2 to 6"),
+        ({"min_bits": 5, "max_bits": 3}, "--min-bits is above --max-bits: 5, 3", "swap them"),
+    ],
+)
+def test_widths_that_the_artifact_does_not_have(
+    artifact: Path, settings: dict[str, Any], error: str, hint: str
+) -> None:
+    policy = PrecisionPolicy.parse(settings.pop("policy", "adaptive"))
+    config = EngineConfig(policy=policy, **settings)
+    for check in (check_settings, check_artifact):
+        with pytest.raises(ConfigError) as caught:
+            check(artifact, config)
+        assert error in caught.value.message
+        assert hint in caught.value.hint
+
+
+@pytest.mark.parametrize("policy", ["static:6", "static:2", "dense", "adaptive"])
+def test_widths_that_it_has(artifact: Path, policy: str) -> None:
+    check_settings(artifact, EngineConfig(policy=PrecisionPolicy.parse(policy)))
+    check_settings(artifact, EngineConfig(min_bits=3, max_bits=6))
+
+
+@pytest.mark.parametrize(
+    ("policy", "beside"),
+    [
+        ("adaptive", "beside the experts at their least widths 1,200 tokens do"),
+        ("static:4", "beside the experts at static:4 1,200 tokens do"),
+        ("dense", "beside the experts, unquantized 1,200 tokens do"),
+    ],
+)
+def test_a_context_that_does_not_fit_is_refused_with_the_numbers(policy: str, beside: str) -> None:
+    started = EngineStatus(policy=policy, max_model_len=1200, bytes=BytesByClass(budget=24 << 20))
+    check_context(None, started)
+    check_context(1200, started)
+    with pytest.raises(BudgetError) as caught:
+        check_context(4096, started)
+    assert caught.value.message == (
+        "--max-model-len of 4,096 tokens does not fit in the memory budget of 24.00 MiB "
+        f"(25,165,824 bytes): {beside}"
+    )
+    assert "lower it to 1200, raise --memory-budget" in caught.value.hint
+    assert "`auto`" in caught.value.hint
 
 
 @pytest.fixture
