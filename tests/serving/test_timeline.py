@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import time
+import tracemalloc
 from dataclasses import replace
 
 import pytest
@@ -61,6 +63,42 @@ def test_timeline_forgets_the_oldest():
     assert [sample.number for sample in timeline.since(4)] == [4]
     assert timeline.since(5) == []
     assert timeline.since(0)[0].generation_tokens_per_second == 0
+
+
+def test_timeline_gives_back_what_was_recorded():
+    timeline = Timeline(kept=3)
+    history = ({"reason": "rebalance", "moves": 2, "pages": 8},)
+    recorded = []
+    for second in range(8):
+        plans = second // 2  # every second sample has one
+        status = replace(QUIET, plans=plans, plan_history=history, running=second, mean_bits=2.1)
+        recorded.append(timeline.record(status, 1e9 + second / 7, float(second)))
+    assert timeline.since(0) == recorded[-3:]
+    assert timeline.since(6) == recorded[6:]
+    assert [len(sample.plans) for sample in timeline.since(0)] == [0, 1, 0]
+    assert all(type(sample.running) is int for sample in timeline.since(0))
+
+
+def test_timeline_has_its_memory_from_the_start():
+    def fill(timeline: Timeline, samples: range) -> None:
+        for second in samples:
+            reason = ("kv allocation", "rebalance")[second % 2]
+            history = ({"reason": reason + "", "moves": second, "pages": 1000 + second},)
+            status = replace(QUIET, plans=second, plan_history=history, pages_kv=1000 + second)
+            timeline.record(status, 1e9 + second, float(second))
+        gc.collect()
+
+    timeline = Timeline()
+    fill(timeline, range(10))
+    tracemalloc.start()
+    try:
+        before = tracemalloc.get_traced_memory()[0]
+        fill(timeline, range(10, 1000))
+        grown = tracemalloc.get_traced_memory()[0] - before
+    finally:
+        tracemalloc.stop()
+    assert len(timeline.since(0)) == 900
+    assert grown < 10_000
 
 
 def test_a_stalled_engine_is_told_from_a_busy_one(caplog):
@@ -128,6 +166,14 @@ def test_request_line_for_people_and_for_machines(caplog):
         *("bits_start", "bits_end", "bits_min"),
     ]
     assert line["ttft_seconds"] is None
+
+
+def test_request_line_of_one_that_got_no_token(caplog):
+    caplog.set_level(logging.INFO, "pw.serving")
+    log_request(replace(RECORD, bits_start=None, bits_end=None, bits_min=None))
+    (record,) = caplog.records
+    assert record.getMessage().endswith("e2e 1.500 s, bits -")
+    assert json.loads(JsonFormatter().format(record))["bits_min"] is None
 
 
 def test_timer_takes_the_engines_own_times():

@@ -211,9 +211,9 @@ class Generation:
                 queue_seconds=first.queue_seconds,
                 ttft_seconds=first.first_token_seconds,
                 e2e_seconds=max(timer.seconds for timer in timers),
-                bits_start=first.first_bits,
-                bits_end=first.last_bits,
-                bits_min=min((timer.least_bits for timer in timers if timer.least_bits), default=0),
+                bits_start=first.first_bits or None,
+                bits_end=first.last_bits or None,
+                bits_min=min(filter(None, (timer.least_bits for timer in timers)), default=None),
             )
         )
 

@@ -41,19 +41,18 @@ class RequestRecord:
     queue_seconds: float | None
     ttft_seconds: float | None
     e2e_seconds: float
-    bits_start: float  # mean committed bits with the first token
-    bits_end: float
-    bits_min: int  # least of any block at any step
+    bits_start: float | None  # mean committed bits with the first token; None without one
+    bits_end: float | None
+    bits_min: int | None  # least of any block at any step
 
 
 def log_request(record: RequestRecord) -> None:
     """One line about one request."""
     logger.info(
-        "%s: sequences %d, tokens in %d, out %d, finish %s, queue %s, ttft %s, e2e %.3f s, "
-        "bits %.2f to %.2f",
+        "%s: sequences %d, tokens in %d, out %d, finish %s, queue %s, ttft %s, e2e %.3f s, bits %s",
         *(record.request_id, record.sequences, record.prompt_tokens, record.generated_tokens),
         *(record.finish_reason, _seconds(record.queue_seconds), _seconds(record.ttft_seconds)),
-        *(record.e2e_seconds, record.bits_start, record.bits_end),
+        *(record.e2e_seconds, _bits(record)),
         extra={"fields": {"event": "request", **asdict(record)}},
     )
 
@@ -161,6 +160,12 @@ def memory_plan_fields(status: EngineStatus, concurrency: Mapping[str, float]) -
         "mean_bits": status.mean_bits,
         "concurrency": {widths: round(number, 2) for widths, number in concurrency.items()},
     }
+
+
+def _bits(record: RequestRecord) -> str:
+    if record.bits_start is None or record.bits_end is None:
+        return "-"
+    return f"{record.bits_start:.2f} to {record.bits_end:.2f}"
 
 
 def _seconds(value: float | None) -> str:

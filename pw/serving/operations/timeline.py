@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections import deque
-from dataclasses import dataclass, field
+from array import array
+from dataclasses import astuple, dataclass, field, fields
+from typing import Any
 
 from pw.engine.request import EngineStatus
 
@@ -40,13 +40,28 @@ class Sample:
     plans: dict[str, Planned] = field(default_factory=dict)  # by trigger
 
 
+_NUMBERS = {  # what is kept of a sample as numbers, and how they are read back
+    field.name: float if field.type == "float" else int
+    for field in fields(Sample)
+    if field.name not in ("number", "plans")
+}
+_NOTHING = Planned(0, 0, 0)
+_FIELDS = len(fields(Planned))
+
+
 class Timeline:
-    """The latest samples. Counters are differences, so they survive an engine that starts again."""
+    """The latest samples. Counters are differences, so they survive an engine that starts again.
+
+    All that will be kept has its place from the start. Objects that stay for a quarter of an hour,
+    made among those of requests, would each hold on to the memory around them.
+    """
 
     def __init__(self, kept: int = KEPT) -> None:
-        self._samples: deque[Sample] = deque(maxlen=kept)
+        self._kept = kept
+        self._columns = {name: array("d", bytes(8 * kept)) for name in _NUMBERS}
+        self._plans: dict[str, array[int]] = {}  # by trigger: as many `Planned`, flat
         self._last: tuple[EngineStatus, float] | None = None
-        self._numbers = itertools.count()
+        self._next = 0
 
     def record(self, status: EngineStatus, unix: float, monotonic: float) -> Sample:
         """Add a sample.
@@ -59,7 +74,7 @@ class Timeline:
         before, then = self._last or (status, -math.inf)
         seconds = monotonic - then
         sample = Sample(
-            number=next(self._numbers),
+            number=self._next,
             time=unix,
             running=status.running,
             waiting=status.waiting,
@@ -75,12 +90,39 @@ class Timeline:
             plans=_planned(status, _gain(status.plans, before.plans)),
         )
         self._last = (status, monotonic)
-        self._samples.append(sample)
+        self._next += 1
+        self._keep(sample)
         return sample
 
     def since(self, number: int) -> list[Sample]:
         """Samples from `number` on that are still kept, oldest first."""
-        return [sample for sample in self._samples if sample.number >= number]
+        return [self._sample(each) for each in range(self._oldest(number), self._next)]
+
+    def _oldest(self, number: int) -> int:
+        return max(0, number, self._next - self._kept)
+
+    def _keep(self, sample: Sample) -> None:
+        place = sample.number % self._kept
+        for name, column in self._columns.items():
+            column[place] = getattr(sample, name)
+        for trigger in sample.plans:  # the engine's own words, a few
+            if trigger not in self._plans:
+                self._plans[trigger] = array("q", bytes(8 * _FIELDS * self._kept))
+        for trigger, counts in self._plans.items():
+            planned = sample.plans.get(trigger, _NOTHING)
+            counts[place * _FIELDS : (place + 1) * _FIELDS] = array("q", astuple(planned))
+
+    def _sample(self, number: int) -> Sample:
+        place = number % self._kept
+        numbers: dict[str, Any] = {
+            name: _NUMBERS[name](column[place]) for name, column in self._columns.items()
+        }
+        plans = {
+            trigger: Planned(*column[place * _FIELDS : (place + 1) * _FIELDS])
+            for trigger, column in self._plans.items()
+        }
+        happened = {trigger: planned for trigger, planned in plans.items() if planned.plans}
+        return Sample(number=number, plans=happened, **numbers)
 
 
 def _gain(now: int, before: int) -> int:
