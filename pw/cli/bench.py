@@ -16,6 +16,7 @@ from pw.cli.command import add_command, print_json
 from pw.cli.locate import TINY, artifact_path, model_folder
 from pw.cli.offline import build, fit, progress_of
 from pw.cli.options import Calibration, Common, Planner, Runtime, Widths
+from pw.config import PlannerConfig
 from pw.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -167,12 +168,16 @@ def squeeze(
     load: Annotated[
         float, typer.Option(help="KV of the long requests over the room beside the experts.")
     ] = 1.5,
+    idle_grace: Annotated[
+        float, typer.Option(help="Seconds without a request before planes come back for that.")
+    ] = PlannerConfig.idle_grace_seconds,
 ) -> None:
     """Contexts grow until the widest experts no longer fit, then shrink: bytes, pages, stalls.
 
     Without --memory-budget: what holds the widest experts and half a full context.
     """
     config = runtime.config(planner)
+    config = replace(config, planner=replace(config.planner, idle_grace_seconds=idle_grace))
     result.check(common)
     if config.policy.kind != "adaptive":
         raise ConfigError(f"only adaptive precision can be squeezed: {config.policy}")

@@ -13,6 +13,7 @@ moved in them.
 
 from __future__ import annotations
 
+import bisect
 import math
 import time
 from collections.abc import Callable
@@ -27,6 +28,7 @@ from pw.errors import ConfigError, PwError
 
 _IDLE_SECONDS = 0.002  # between safe points of an idle engine
 _PROBE = 16  # tokens of a probe's prompt
+_PROMPT_STEPS = 64  # that the long prompts may take: the probes grow meanwhile
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,9 @@ class Squeeze:
     probes: int = 4
     steady_steps: int = 32
     ease_steps: int = 64
-    load: float = 1.5  # KV of the long requests over the room beside the widest experts
+    # KV of the long requests over the room beside the widest experts, as far as all of it fits
+    # beside the narrowest.
+    load: float = 1.5
     max_long: int = 60  # long requests at a time; with the probes no more than may run
     output_len: int = 8  # tokens of a long request's answer
     return_seconds: float = 10.0  # for planes to be back
@@ -101,11 +105,13 @@ class SqueezeRun:
         """All cycles; a summary."""
         probe = self._prompt(_PROBE)
         before = self._score(probe)
+        started = time.perf_counter()
         for _ in range(self._squeeze.cycles):
             self._cycle()
             advance(1)
+        seconds = time.perf_counter() - started
         after = self._score(probe)
-        return self._summary(equal=before == after)
+        return {"seconds": seconds} | self._summary(equal=before == after)
 
     # -- the parts of a cycle ----------------------------------------------------------------
 
@@ -169,23 +175,40 @@ class SqueezeRun:
     def _long_requests(self) -> list[int]:
         """Lengths of prompts whose KV together is `load` times the room beside the experts."""
         status, squeeze = self._start, self._squeeze
-        room = status.pages_free * status.page_bytes
         most = self._engine.max_model_len - squeeze.output_len
-        pages_of = self._engine.pages_for_tokens
+        wanted, room = squeeze.load * status.pages_free, self._room_at_most()
         lengths: list[int] = []
-        wanted = squeeze.load * room / status.page_bytes
         while wanted > 0 and len(lengths) < squeeze.max_long:
             length = most
-            while length > 16 and pages_of(length // 2 + squeeze.output_len) >= wanted:
+            while length > 16 and self._long_pages(length // 2) >= wanted:
                 length //= 2
+            length = bisect.bisect_right(range(1, length + 1), room, key=self._long_pages)
+            if length == 0:
+                break
             lengths.append(length)
-            wanted -= pages_of(length + squeeze.output_len)
-        if wanted > 0:
+            wanted -= self._long_pages(length)
+            room -= self._long_pages(length)
+        if sum(map(self._long_pages, lengths)) <= status.pages_free:
             raise ConfigError(
                 f"{len(lengths)} contexts of {most} tokens fit beside the widest experts",
                 "lower --memory-budget, or raise --max-num-seqs and --max-model-len",
             )
         return lengths
+
+    def _long_pages(self, length: int) -> int:
+        return self._engine.pages_for_tokens(length + self._squeeze.output_len)
+
+    def _room_at_most(self) -> int:
+        """Pages for long requests beside the narrowest experts and what the probes grow to."""
+        engine, squeeze, status = self._engine, self._squeeze, self._start
+        table, config = engine._parts.table, engine._config
+        assert table is not None
+        least = table.cost_bytes()[:, (config.min_bits or table.min_bits) - table.min_bits]
+        given_up = status.pages_weights - int(least.sum()) // status.page_bytes
+        steps = squeeze.steady_steps + squeeze.output_len + squeeze.ease_steps + _PROMPT_STEPS
+        probes = squeeze.probes * engine.pages_for_tokens(_PROBE + steps)
+        low = math.ceil(config.planner.low_watermark * status.pages_total) + 1
+        return status.pages_free + given_up - probes - low
 
     def _add(self, prompt: list[int], tokens: int) -> str:
         self._requests += 1
