@@ -136,12 +136,12 @@ DI int row_tile(int item, int half) { return GATED ? item + half * HALF_TILES : 
 
 // The planes of one expert: words `lane` of tile t. Page ids are read again for each tile: registers are scarcer than loads.
 struct Planes {
-  const int* pages; u64 start; u32 tile_bytes;
+  u64 pages, start; u32 tile_bytes;
   DI Planes(const Arguments& a, int expert, int lane)
-      : pages(a.plane_pages + expert * (PLANES * PP)), start((u64)a.arena + lane * 16), tile_bytes(a.tile_bytes) {}
-  DI u64 at(int p, int tile) const {
+      : pages((u64)(a.plane_pages + expert * (PLANES * PP))), start((u64)a.arena + lane * 16), tile_bytes(a.tile_bytes) {}
+  DI u64 at(int p, u32 tile) const {
     u64 inside = mad_wide(tile & ((1 << TILE_SHIFT) - 1), tile_bytes, start);
-    return mad_wide((u32)__ldg(pages + p * PP + (tile >> TILE_SHIFT)), tile_bytes << TILE_SHIFT, inside);
+    return mad_wide(__ldg((const u32*)mad_wide(tile >> TILE_SHIFT, 4, pages) + p * PP), tile_bytes << TILE_SHIFT, inside);
   }
 };
 // The slot at a place of a group, slot_count where there is none.
