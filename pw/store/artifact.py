@@ -33,6 +33,8 @@ from pw_kernels.bitplane import padded_rows
 DENSE = "dense.safetensors"
 QUANTIZE = "quantize"  # the stage that makes the artifact itself
 
+_TABLE_SIZES = [1 << power for power in range(9, 22)]  # 512 bytes, a row of 8 bits, to 2 MiB
+
 
 class Artifact:
     """An artifact folder whose manifest and file sizes have been checked.
@@ -95,6 +97,25 @@ class Artifact:
     def lut_dtype(self) -> torch.dtype:
         """Type of LUT entries, bfloat16 or float16."""
         return self._layout.lut_dtype
+
+    @property
+    def table_bytes(self) -> int | None:
+        """Bytes after which a LUT says the same again, where rows share their tables.
+
+        Raises:
+            StoreError: The manifest says what cannot be.
+        """
+        focus = self.manifest.stages[QUANTIZE].settings.get("focus")
+        found = focus.get("table_bytes") if isinstance(focus, Mapping) else None
+        if found is None:
+            return None
+        if not isinstance(found, int) or found not in _TABLE_SIZES:
+            raise StoreError(
+                f"artifact is damaged: `{self.path}`: table_bytes is {found!r}, "
+                f"expected a power of two from {_TABLE_SIZES[0]} to {_TABLE_SIZES[-1]}",
+                "make it again with `pw tune --overwrite`",
+            )
+        return found
 
     @property
     def dense_file(self) -> Path:

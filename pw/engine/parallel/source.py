@@ -35,6 +35,8 @@ class SharedSource:
         self.artifact_hash: str = source.artifact_hash
         self.min_bits, self.max_bits = source.min_bits, source.max_bits
         self.lut_dtype: torch.dtype = source.lut_dtype
+        # Of a part of the rows the same rows need not lie so many bytes apart: held whole.
+        self.table_bytes = source.table_bytes if share.placed is not None else None
 
     @property
     def geometry(self) -> ExpertGeometry:

@@ -91,6 +91,7 @@ def demand_of(
         max_num_seqs=config.max_num_seqs,
         chunk_tokens=config.max_num_batched_tokens,
         page_bytes=config.page_bytes,
+        table_bytes=source.table_bytes,
     )
 
 

@@ -34,6 +34,7 @@ class DummySource:
 
     min_bits, max_bits = 2, 8
     lut_dtype = torch.bfloat16
+    table_bytes = None  # no rows share a table
 
     def __init__(self, path: Path) -> None:
         self.path = path

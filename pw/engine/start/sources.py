@@ -53,6 +53,10 @@ class WeightSource(PlaneSource, Protocol):
     def lut_dtype(self) -> torch.dtype:
         """Type of LUT entries, bfloat16 or float16."""
 
+    @property
+    def table_bytes(self) -> int | None:
+        """Bytes after which a LUT says the same again; None: every row has its own table."""
+
     def has_table(self, stage: str) -> bool:
         """Whether a stage has left its table."""
 

@@ -24,6 +24,7 @@ def page_costs(
     stored_bits: tuple[int, int],
     kv_dtype: torch.dtype = torch.float32,
     page_bytes: int | None = None,
+    table_bytes: int | None = None,
 ) -> Costs:
     """Whole pages of planes and resident LUTs, padding included: the engine's own charge.
 
@@ -33,8 +34,9 @@ def page_costs(
         stored_bits: Narrowest and widest width.
         kv_dtype: Of the cache.
         page_bytes: None: as the engine chooses.
+        table_bytes: Of tables that rows share, `Artifact.table_bytes`.
     """
-    layouts = layouts_of(geometry, kv, kv_dtype, stored_bits, page_bytes)
+    layouts = layouts_of(geometry, kv, kv_dtype, stored_bits, page_bytes, table_bytes)
     widths = range(stored_bits[0], stored_bits[1] + 1)
     rows = [[lay.resident_pages(b) * lay.page_bytes for b in widths] for lay in layouts]
     return np.tile(np.array(rows, dtype=np.int64), (geometry.blocks // len(MODULES), 1))

@@ -68,7 +68,8 @@ class Room:
         """Bytes [n, W] as the engine charges them."""
         widths = self.model.widths
         kv = self.model.checkpoint.kv
-        return page_costs(self.model.geometry, kv, (widths[0], widths[-1]))
+        tables = self.model.artifact.table_bytes
+        return page_costs(self.model.geometry, kv, (widths[0], widths[-1]), table_bytes=tables)
 
     def budget(self, mean_bits: float) -> int:
         """Bytes of uniform widths of so many bits, between two widths in proportion."""

@@ -62,10 +62,11 @@ class _Arena:
     def __init__(self, start: dict[str, Any], artifact: Artifact) -> None:
         geometry, stored = artifact.geometry, (artifact.min_bits, artifact.max_bits)
         shapes = [geometry.shape(module) for module in MODULES]
-        base = choose_base_bits(shapes, *stored)
+        tables = artifact.table_bytes
+        base = choose_base_bits(shapes, *stored, tables)
         page = int(start["page_bytes"])
         self._geometry, self._page, self._pages = geometry, page, int(start["pages"])
-        self._layouts = [BlockLayout(shape, *stored, base, page) for shape in shapes]
+        self._layouts = [BlockLayout(shape, *stored, base, page, tables) for shape in shapes]
         self._bits = [int(width) for width in start["bits"]]
         if len(self._bits) != geometry.blocks:
             raise ValueError(f"{len(self._bits)} widths")

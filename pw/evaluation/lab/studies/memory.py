@@ -103,7 +103,9 @@ class _Place:
     def __init__(self, room: Room, peak_bits: float) -> None:
         self._room, self._peak_bits, model = room, peak_bits, room.model
         kv, dtype, widths = model.checkpoint.kv, model.checkpoint.weight_dtype, model.widths
-        layouts = layouts_of(model.geometry, kv, dtype, (widths[0], widths[-1]))
+        layouts = layouts_of(
+            model.geometry, kv, dtype, (widths[0], widths[-1]), None, model.artifact.table_bytes
+        )
         self.page_bytes = layouts[0].page_bytes
         costs = [[lay.resident_pages(b) * lay.page_bytes for b in widths] for lay in layouts]
         self.costs = np.tile(np.array(costs, dtype=np.int64), (model.geometry.blocks // 2, 1))

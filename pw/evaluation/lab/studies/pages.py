@@ -23,7 +23,9 @@ def run(room: Room) -> dict[str, Any]:
     """Count bytes at every page size; score the planner's widths that fit the same bytes."""
     model, lab = room.model, room.heldout
     stored = model.widths[0], model.widths[-1]
-    chosen = layouts_of(model.geometry, model.checkpoint.kv, _KV, stored)[0].page_bytes
+    tables = model.artifact.table_bytes
+    layouts = layouts_of(model.geometry, model.checkpoint.kv, _KV, stored, None, tables)
+    chosen = layouts[0].page_bytes
     budget, rows = int(SHARE * room.dense_bytes), []
     baseline = lab.score(ProductPlanner(model, model.artifact, _costs(room, chosen)).bits(budget))
     token = max(token_bytes(layer, _KV) for layer in model.checkpoint.kv.stored)
@@ -46,14 +48,18 @@ def run(room: Room) -> dict[str, Any]:
 def _costs(room: Room, page: int) -> Costs:
     model = room.model
     stored = model.widths[0], model.widths[-1]
-    return page_costs(model.geometry, model.checkpoint.kv, stored, _KV, page)
+    return page_costs(
+        model.geometry, model.checkpoint.kv, stored, _KV, page, model.artifact.table_bytes
+    )
 
 
 def _width(room: Room, costs: Costs, page: int, width: int) -> dict[str, float]:
     """Bytes of one uniform width, and how many of them are padding."""
     geometry, widths = room.model.geometry, room.model.widths
     stored = widths[0], widths[-1]
-    layouts = layouts_of(geometry, room.model.checkpoint.kv, _KV, stored, page)
+    layouts = layouts_of(
+        geometry, room.model.checkpoint.kv, _KV, stored, page, room.model.artifact.table_bytes
+    )
     used = sum(layout.useful_bytes(width) for layout in layouts) * geometry.blocks // len(layouts)
     total = int(costs[:, width - widths[0]].sum())
     return {"bits": width, "bytes": total, "padding": round(1 - used / total, 4)}
