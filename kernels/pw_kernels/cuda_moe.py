@@ -53,6 +53,8 @@ class Tuning:
         mixed: At 4 bits every second row block looks up in shared memory.
         halved: Half of the rows of a pair of row tiles are taken at once, where tables are in
             registers; not for a launch of both kinds, unless there are no lists.
+        prefetch: `down` brings its planes to the L2 cache while it waits, where tables are in
+            registers.
     """
 
     split: int
@@ -63,6 +65,7 @@ class Tuning:
     shares: bool = False
     mixed: bool = False
     halved: bool = False
+    prefetch: bool = False
 
 
 @dataclass(frozen=True)
@@ -248,7 +251,7 @@ def _launch_classes(
             "WK": tuning.split, "ITEMS": tuning.items, "BLOCKS": tuning.blocks,
             "TABLE_BITS": plan.register_bits + 1, "FIRST": first, "RESIDENT": tuning.resident,
             "PINGPONG": int(tuning.pingpong), "SHARES": int(tuning.shares),
-            "HYBRID": int(tuning.mixed), "HALVED": int(tuning.halved),
+            "HYBRID": int(tuning.mixed), "PREFETCH": int(tuning.prefetch), "HALVED": int(tuning.halved),
             "SHARED_BASE": nvrtc.reserved_shared_bytes(index),
         }  # fmt: skip
         shared = max(_shared_bytes(b, plan, tuning) for b in range(low, high + 1))

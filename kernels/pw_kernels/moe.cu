@@ -15,6 +15,7 @@
 //   SHARES        1: the blocks share out all work by the cost of widths; 0: a grid [units, groups], a unit being ITEMS items
 //   HYBRID        1: at 4 bits every second row block looks up in shared memory, which relieves the ALU
 //   HALVED        1: an item is half of the rows of a pair of row tiles (tables in registers only)
+//   PREFETCH      1: down brings all its planes to the L2 cache while it waits for gate_up (tables in registers only)
 //   DIRECT        1: one token, so that every slot is a group and no list is needed
 //   FIRST         1: the first launch of its module, which waits for what the launches before it wrote
 //   TABLE_BITS    first width whose tables lie in shared memory;  SHARED_BASE: where dynamic shared memory begins
@@ -33,6 +34,9 @@
 #endif
 #ifndef DIRECT
 #define DIRECT 0
+#endif
+#ifndef PREFETCH
+#define PREFETCH 0
 #endif
 
 typedef unsigned int u32;
@@ -239,6 +243,7 @@ DI void copy_async(u32 to, u64 from, u32 bytes) {              // the rest of 16
   asm volatile("cp.async.ca.shared.global [%0],[%1],16,%2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
 }
 DI void copy_async8(u32 to, u64 from) { asm volatile("cp.async.ca.shared.global [%0],[%1],8;" ::"r"(to), "l"(from) : "memory"); }
+DI void prefetch(u64 from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from)); }
 DI void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int PENDING> DI void wait() { asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory"); }
 
@@ -323,6 +328,9 @@ template <int B> DI void run_low(const Arguments& a, int4 work, int first, int l
   };
   copy_tables(first);
   if (wk < COL_TILES) fetch_planes(first, wk, 0);
+  if (PREFETCH && FIRST && !GATED && lane < 4)                 // a line of 128 bytes each
+    ROLLED for (int kt = wk + WK; kt < COL_TILES; kt += WK)
+      UNROLL for (int p = 0; p < B; p++) prefetch(planes.at(p, row_tile(pair_of(first), half) * COL_TILES + kt) + lane * 112);
   inputs_ready();
   if (wk < COL_TILES) fetch_inputs(wk, 0);
   commit();

@@ -27,7 +27,7 @@ SLOTS = 8  # of a group
 INSTRUCTIONS = [  # defined by cuda_on_cpu.h
     "prmt", "lop3", "mad", "mad_wide", "load_stream", "load_written", "multiply", "to_half",
     "wait_for_earlier", "let_next_begin", "copy_async", "copy_async8", "commit", "wait", "entry",
-    "thread_index",
+    "thread_index", "prefetch",
 ]  # fmt: skip
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")

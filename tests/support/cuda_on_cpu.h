@@ -88,6 +88,7 @@ inline void copy_async8(u32 to, u64 from) {
   if (to % 8 || from % 8) abort();
   memcpy(dynamic + to - SHARED_BASE, (const void*)from, 8);
 }
+inline void prefetch(u64) {}
 inline void commit() {}
 template <int PENDING> void wait() {}
 template <int OFFSET> u32 entry(u32 address) { return at<u16>((u64)dynamic + address + OFFSET); }
