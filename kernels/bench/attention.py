@@ -31,9 +31,16 @@ class Case:
     context: int
     page_tokens: int
     window: int | None = None
+    room: int | None = None  # tokens that a block table has place for
 
 
+SHORT = [
+    Case(f"decode, {sequences} of {context}", 16, 16, 128, sequences, 1, context, 4, room=8192)
+    for context in (150, 1024, 8192)
+    for sequences in (1, 8, 32)
+]
 CASES = [
+    *SHORT,
     Case("decode, Qwen1.5-MoE", 16, 16, 128, 32, 1, 4096, 4),
     Case("decode, Mixtral", 32, 8, 128, 32, 1, 4096, 16),
     Case("decode, Qwen3-30B", 32, 4, 128, 32, 1, 4096, 32),
@@ -71,7 +78,7 @@ def copy_bandwidth() -> float:
 
 
 def bench(case: Case, bandwidth: float) -> dict[str, Any]:
-    blocks = -(-case.context // case.page_tokens)
+    blocks = -(-(case.room or case.context) // case.page_tokens)
     pages = case.sequences * blocks
     shape = (pages, 2, case.page_tokens, case.kv_heads, case.size)
     arena = torch.randn(shape, dtype=torch.bfloat16, device="cuda")

@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from pw_kernels.step import Routing
+from pw_kernels.triton_overlap import begin, overlap
 
 _TILE = 8192  # router weights held at a time
 _TYPES = {
@@ -120,8 +121,10 @@ def choose_kernel(
     HAS_EXPERT_SCALE: tl.constexpr,
     NORMALIZE: tl.constexpr,
     DTYPE: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """Experts of one token from its logits; see `_choose`."""
+    begin(OVERLAP)
     token = tl.program_id(0).to(tl.int64)
     e = tl.arange(0, PADDED)
     own = tl.load(logits + token * logits_row + e, mask=e < EXPERTS, other=0.0).to(tl.float32)
@@ -160,8 +163,10 @@ def route_kernel(
     HAS_EXPERT_SCALE: tl.constexpr,
     NORMALIZE: tl.constexpr,
     DTYPE: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """Experts of one token from its hidden state, whose logits are fp32; see `_choose`."""
+    begin(OVERLAP)
     token = tl.program_id(0).to(tl.int64)
     e = tl.arange(0, PADDED)
     used = e < EXPERTS
@@ -201,6 +206,7 @@ def choose(logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
         routing.scale,
         num_warps=1 if experts <= 128 else 4,
         **_constants(routing),
+        **overlap(logits.device),
     )
     return ids, weights
 
@@ -225,6 +231,7 @@ def route(x: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
         HAS_LINEAR_BIAS=routing.bias is not None,
         num_warps=8,
         **constants,
+        **overlap(x.device),
     )
     return ids, weights
 

@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from pw_kernels.triton_overlap import begin, overlap
+
 _BLOCK = 1024  # columns of a program of an elementwise kernel
 
 
@@ -27,8 +29,10 @@ def rms_norm_kernel(
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """One row."""
+    begin(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
     inside = i < SIZE
@@ -56,6 +60,7 @@ def rms_norm(x: Tensor, weight: Tensor | None, epsilon: float) -> Tensor:
         BLOCK=triton.next_power_of_2(size),
         HAS_WEIGHT=weight is not None,
         num_warps=8 if size > 1024 else 4,
+        **overlap(x.device),
     )
     return out.view(x.shape)
 
@@ -86,8 +91,10 @@ def rotate_store_kernel(
     TOKENS: tl.constexpr,
     BLOCK: tl.constexpr,
     HAS_NORM: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """One head of one token: normed, rotated, and put where attention finds it."""
+    begin(OVERLAP)
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     d = tl.arange(0, BLOCK)
@@ -161,6 +168,7 @@ def rotate_store(
         BLOCK=triton.next_power_of_2(head_size),
         HAS_NORM=norm is not None,
         num_warps=1,
+        **overlap(qkv.device),
     )
     return q
 
@@ -179,8 +187,10 @@ def write_kv_kernel(
     SIZE: tl.constexpr,
     TOKENS: tl.constexpr,
     BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """Store one token's keys or values at its slot."""
+    begin(OVERLAP)
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token)
     if slot < 0:
@@ -206,6 +216,7 @@ def write_kv(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tens
         write_kv_kernel[(tokens, triton.cdiv(heads * size, block))](
             source, pages, slots, source.stride(0), source.stride(1), *pages.stride()[:3],
             HEADS=heads, SIZE=size, TOKENS=pages.shape[1], BLOCK=block,
+            **overlap(k.device),
         )  # fmt: skip
 
 
@@ -217,8 +228,10 @@ def gate_kernel(
     INNER: tl.constexpr,
     BLOCK: tl.constexpr,
     ACTIVATION: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """act(gate) * up of a part of a row."""
+    begin(OVERLAP)
     token = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = i < INNER
@@ -239,8 +252,9 @@ def gate(gate_up: Tensor, inner: int, activation: str) -> Tensor:
     """See `step.gate`."""
     out = gate_up.new_empty(gate_up.shape[0], inner)
     gate_kernel[(gate_up.shape[0], triton.cdiv(inner, _BLOCK))](
-        gate_up, out, gate_up.stride(0), INNER=inner, BLOCK=_BLOCK, ACTIVATION=activation
-    )
+        gate_up, out, gate_up.stride(0), INNER=inner, BLOCK=_BLOCK, ACTIVATION=activation,
+        **overlap(out.device),
+    )  # fmt: skip
     return out
 
 
@@ -255,8 +269,10 @@ def join_kernel(
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     HAS_SHARE: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """X + routed + sigmoid(share) * shared of a part of a row."""
+    begin(OVERLAP)
     token = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = i < SIZE
@@ -284,5 +300,6 @@ def join(x: Tensor, routed: Tensor, shared: Tensor, share: Tensor | None) -> Ten
         SIZE=size,
         BLOCK=_BLOCK,
         HAS_SHARE=share is not None,
+        **overlap(x.device),
     )
     return out

@@ -232,6 +232,7 @@ for capability, name, sizes, warps in (
     (100, "join_kernel", dict(SIZE=2048, BLOCK=1024, HAS_SHARE=True), 4),
 ):
     kernel = getattr(triton_step, name, None) or getattr(triton_routers, name)
+    sizes = sizes | dict(OVERLAP=capability >= 90)
     signature = {k: "constexpr" if k in sizes else types.get(k, "i32") for k in kernel.arg_names}
     source = ASTSource(kernel, signature, sizes)
     target = GPUTarget("cuda", capability, 32)
