@@ -9,12 +9,16 @@ import signal
 from pathlib import Path
 
 import pytest
+from starlette.testclient import TestClient
 
 import pw
 from pw.engine.request import Grammar
 from pw.errors import RequestError
+from pw.serving.app import create_app
+from pw.serving.context import ServingConfig
 from pw.serving.structured import grammars
 from pw.serving.structured.grammars import GrammarChecker, Verdicts
+from tests.serving.fakes import FakeEngine, WordTokenizer
 
 pytest.importorskip("xgrammar")
 
@@ -132,7 +136,7 @@ async def rested(checker, monkeypatch):
     assert checker._process.pid != first.pid
 
 
-def test_a_worker_that_cannot_start_is_a_503(tmp_path):
+def test_a_worker_that_cannot_start_is_a_503_and_one_line(tmp_path, capfd):
     async def run():
         checker = GrammarChecker(tmp_path)  # no tokenizer there
         refused = await verdict(checker, Grammar("regex", "a"))
@@ -141,6 +145,51 @@ def test_a_worker_that_cannot_start_is_a_503(tmp_path):
 
     message, status = asyncio.run(run())
     assert (message, status) == ("the grammar compiler does not start", 503)
+    told = capfd.readouterr().err
+    assert told.startswith("the grammar compiler does not start: ")
+    assert "Traceback" not in told
+
+
+def test_the_worker_waits_for_the_first_grammar_where_a_server_warms_it(monkeypatch):
+    monkeypatch.setattr(grammars, "WARM_SECONDS", 0.01)
+
+    async def run():
+        checker = GrammarChecker(TINY)
+        checker.warm()
+        while checker._process is None:
+            await asyncio.sleep(0.01)
+        process = checker._process
+        assert await verdict(checker, Grammar("regex", "a")) is None  # waits for the same start
+        assert checker._process is process
+        await checker.close()
+        assert process.returncode is not None
+
+    asyncio.run(run())
+
+
+def test_a_worker_that_is_warming_ends_with_the_server(monkeypatch):
+    async def run(warm_seconds, wait_for_process):
+        monkeypatch.setattr(grammars, "WARM_SECONDS", warm_seconds)
+        checker = GrammarChecker(TINY)
+        checker.warm()
+        while wait_for_process and checker._process is None:
+            await asyncio.sleep(0.001)
+        process = checker._process
+        await checker.close()
+        assert len(asyncio.all_tasks()) == 1
+        assert process is None or process.returncode == -signal.SIGKILL
+
+    asyncio.run(run(60.0, False))
+    asyncio.run(run(0.0, True))
+    GrammarChecker(None).warm()  # has nothing to start, not even a loop
+
+
+def test_a_server_warms_it():
+    started = []
+    app = create_app(FakeEngine(), WordTokenizer(), ServingConfig(("fake",)))
+    app.state.context.grammars.warm = lambda: started.append(True)
+    with TestClient(app):
+        assert started == [True]
 
 
 def test_the_worker_starts_with_the_first_grammar_and_ends_with_the_server():

@@ -154,8 +154,11 @@ def main() -> None:
     """Arguments: folder of the tokenizer, CPU seconds, bytes."""
     folder, cpu_seconds, memory_bytes = sys.argv[1:]
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal; the server ends us
-    tokenizer = load_tokenizer(Path(folder))
-    info = tokenizer_info(tokenizer.inner, tokenizer.vocab_size, tokenizer.eos_token_ids)
+    try:
+        tokenizer = load_tokenizer(Path(folder))
+        info = tokenizer_info(tokenizer.inner, tokenizer.vocab_size, tokenizer.eos_token_ids)
+    except PwError as error:  # of the model, no bug: one line in the server's log
+        sys.exit(f"the grammar compiler does not start: {error.message}")
     compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
     print(json.dumps({"ready": True}), flush=True)
     Worker(compiler, float(cpu_seconds), int(memory_bytes)).run()
