@@ -54,11 +54,19 @@ class CalibrationSet:
         return hashlib.sha256(f"{data.shape}".encode() + data.tobytes()).hexdigest()
 
 
-def calibration_set(config: CalibrationConfig, tokenizer: Tokenizer) -> CalibrationSet:
+def calibration_set(
+    config: CalibrationConfig, tokenizer: Tokenizer, vocabulary: int | None = None
+) -> CalibrationSet:
     """Read, tokenize and cut the calibration text of `config`.
 
+    Args:
+        config: Which text.
+        tokenizer: The model's.
+        vocabulary: Tokens that the model knows; None = all.
+
     Raises:
-        ConfigError: The file is missing, malformed, empty or shorter than one window.
+        ConfigError: The file is missing, malformed, empty or shorter than one window, or has a
+            token that the model does not know.
     """
     documents = load_documents(config.dataset)
     prefix = bos_prefix(tokenizer)
@@ -66,7 +74,15 @@ def calibration_set(config: CalibrationConfig, tokenizer: Tokenizer) -> Calibrat
         tokenizer.encode(_plain_text(document, tokenizer), add_special_tokens=False)
         for document in documents
     ]
-    return cut_windows(tokens, config, prefix)
+    found = cut_windows(tokens, config, prefix)
+    most = int(found.windows.max())
+    if vocabulary is not None and most >= vocabulary:
+        raise ConfigError(
+            f"calibration text has token {most}, the model knows {vocabulary}, from 0: "
+            f"`{config.dataset}`",
+            "the tokenizer is not this model's, or the text has tokens that were added to it",
+        )
+    return found
 
 
 def bos_prefix(tokenizer: Tokenizer) -> list[int]:

@@ -27,6 +27,7 @@ from pw_pipelines.codebook import fit_codebook
 from pw_pipelines.focus import Focus
 from pw_pipelines.moments import Moments
 from pw_pipelines.refit import refit
+from pw_pipelines.sharing import fit_shared
 
 # Experts are fitted together up to this many weights: on a GPU all of a layer, so that few and
 # large products are started; `codebook` and `refit` bound their own temporaries.
@@ -126,6 +127,7 @@ class BlockFitter:
                 getattr(torch, manifest.lut_dtype),
                 None if hessians is None else hessians[some].to(self.device),
                 None if focus is None else focus[some],
+                None if self._focus is None else self._focus.table_bytes,
             )
             if group >= geometry.experts:
                 return part, tables
@@ -172,14 +174,18 @@ def quantize_blocks(
     lut_dtype: torch.dtype,
     hessians: Tensor | None = None,  # [E, K, K]; None: inputs count as uncorrelated
     focus: Tensor | None = None,  # [E] the width that counts most; None: all count alike
+    table_bytes: int | None = None,  # of tables that rows share
 ) -> tuple[Tensor, dict[int, Tensor]]:
     """Planes [E, B, tiles, 128] int32 and LUTs {b: [E, N, 2^b]} in kernel order of some experts."""
     experts, rows, cols = weights.shape
-    book = fit_codebook(
-        weights.flatten(0, 1), moments.repeat_interleave(rows, 0), min_bits, max_bits, lut_dtype
-    )
+    if table_bytes is None:
+        each = moments.repeat_interleave(rows, 0)
+        book = fit_codebook(weights.flatten(0, 1), each, min_bits, max_bits, lut_dtype)
+    else:
+        assert hessians is not None, "rows share tables after a refit only"
+        book = fit_shared(weights, moments, range(min_bits, max_bits + 1), lut_dtype, table_bytes)
     if hessians is not None:
-        book = refit(book, weights, hessians, focus=focus).book
+        book = refit(book, weights, hessians, focus=focus, table_bytes=table_bytes).book
     planes = pack_planes(book.codes.view(experts, rows, cols), max_bits)
     luts = {b: bit_reverse_lut(lut).view(experts, rows, -1) for b, lut in book.luts.items()}
     return planes, luts

@@ -22,6 +22,7 @@ from pw.planning.table import BlockTable
 from pw.store.artifact import Artifact
 from pw.store.manifest import BlocksKey, blocks_name
 from pw_kernels.bitplane import lut_bytes, plane_bytes
+from pw_pipelines.sharing import choose_table_bytes
 
 _METRIC = "output_gradient"
 
@@ -32,6 +33,7 @@ class Focus:
 
     bits: float  # uniform widths of so many bits take the bytes that were planned for
     widths: Mapping[BlocksKey, tuple[int, ...]]  # (layer, module) -> E widths
+    table_bytes: int | None = None  # of tables that rows share, see `pw_pipelines.sharing`
 
     def of(self, layer: int, module: Module) -> Tensor:
         """Widths [E] int64 of a layer's blocks."""
@@ -45,14 +47,16 @@ class Focus:
     def settings(self) -> dict[str, Any]:
         """What an artifact writes down: one digit for each expert's width."""
         names = {blocks_name(*key): "".join(map(str, w)) for key, w in self.widths.items()}
-        return {"bits": self.bits, "widths": names}
+        shared = {} if self.table_bytes is None else {"table_bytes": self.table_bytes}
+        return {"bits": self.bits, "widths": names, **shared}
 
 
 def plan_focus(artifact: Artifact, bits: float) -> Focus:
     """The widths of least predicted damage whose bytes are those of uniform widths of `bits`.
 
-    Bytes are planes and the tables of all widths up to the one in use, which the engine keeps
-    beside each other; between two widths in proportion.
+    Those bytes are planes and the tables of all widths up to the one in use, as if each row had its
+    own; between two widths in proportion. Where rows are short they will share tables, of which one
+    is held: the bytes then go further.
 
     Raises:
         ConfigError: `bits` is outside the artifact's widths.
@@ -65,7 +69,8 @@ def plan_focus(artifact: Artifact, bits: float) -> Focus:
             "give --bits within them",
         )
     geometry = artifact.geometry
-    costs = _resident_bytes(geometry, widths)
+    table_bytes = choose_table_bytes(geometry, int(widths[-1]))
+    costs = _resident_bytes(geometry, widths, table_bytes)
     table = BlockTable.from_artifact(
         artifact.table("sensitivity"), _METRIC, geometry, costs, widths
     )
@@ -78,20 +83,24 @@ def plan_focus(artifact: Artifact, bits: float) -> Focus:
         cost_bytes=costs,
         damage=transition_costs(table.sensitivity),
     )
-    budget = int(np.interp(bits, widths, costs.sum(0).astype(np.float64)))
+    uniform = _resident_bytes(geometry, widths, None).sum(0).astype(np.float64)
+    budget = int(np.interp(bits, widths, uniform))
     chosen = allocate(state, budget).reshape(len(geometry.layers), geometry.experts, len(MODULES))
     found = {
         (layer, module): tuple(chosen[slot, :, place].tolist())
         for slot, layer in enumerate(geometry.layers)
         for place, module in enumerate(MODULES)
     }
-    return Focus(bits, found)
+    return Focus(bits, found, table_bytes)
 
 
-def _resident_bytes(geometry: ExpertGeometry, widths: NDArray[np.int64]) -> NDArray[np.int64]:
+def _resident_bytes(
+    geometry: ExpertGeometry, widths: NDArray[np.int64], table_bytes: int | None
+) -> NDArray[np.int64]:
     """Bytes [n, W] of every block: planes and tables."""
     rows = []
     for shape in map(geometry.shape, MODULES):
-        tables = np.cumsum([lut_bytes(shape.rows, int(b)) for b in widths])
+        tables = np.array([lut_bytes(shape.rows, int(b)) for b in widths])
+        tables = np.cumsum(tables) if table_bytes is None else np.minimum(tables, table_bytes)
         rows.append(widths * plane_bytes(shape.rows, shape.cols) + tables)
     return np.tile(np.array(rows, dtype=np.int64), (geometry.blocks // len(MODULES), 1))

@@ -13,7 +13,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -37,30 +37,20 @@ from pw.store.writer import ArtifactWriter
 from pw_kernels.bitplane import lut_bytes, plane_bytes
 from pw_pipelines.behind import Behind
 from pw_pipelines.calibration import CalibrationSet, calibration_set
+from pw_pipelines.costs import QuantizeCosts, floor_seconds, print_costs
 from pw_pipelines.fitting import BlockFitter, refuse_infinite
 from pw_pipelines.focus import Focus
 from pw_pipelines.moments import Moments, measure_moments, report_coverage
 from pw_pipelines.observation import ObservedModel, part_of
 from pw_pipelines.progress import Progress
 from pw_pipelines.ranks import ALONE, Ranks
-from pw_pipelines.rates import seconds_per_operation
-from pw_pipelines.refit import refit_operations
 from pw_pipelines.savepoint import Savepoint
+from pw_pipelines.source import vocabulary_of
 
 RECIPE = "recipe.toml"  # its name in an artifact
 
 _FLOAT16_LIMIT = 65504.0
 _JOBS_BEHIND = {"cpu": 0, "cuda": 2}  # files that are written while a GPU computes on
-
-
-@dataclass(frozen=True)
-class QuantizeCosts:
-    """What a run of `quantize` cost; of a finished artifact, what it cost to see that."""
-
-    seconds: dict[str, float]  # opening (digests included), reading, fitting, publishing
-    bytes_read: int  # from the checkpoint
-    bytes_least: int  # of the checkpoint, each once
-    floor_seconds: float  # see `floor_seconds`
 
 
 @dataclass(frozen=True)
@@ -111,7 +101,7 @@ def run(
     started, where = time.perf_counter(), torch.device(ranks.device(device))
     path = resolve_model(model)
     checkpoint = Checkpoint.open(path)
-    samples = calibration_set(config.calibration, load_tokenizer(path))
+    samples = calibration_set(config.calibration, load_tokenizer(path), vocabulary_of(checkpoint))
     geometry = checkpoint.geometry
     itemsize = checkpoint.weight_dtype.itemsize
     max_bits = config.max_bits or auto_max_bits(geometry, config.min_bits, itemsize)
@@ -126,6 +116,7 @@ def run(
         _open_together(open_writer, overwrite, ranks) as writer,
         Behind(_JOBS_BEHIND[where.type]) as behind,
     ):
+        done = writer.complete
         copied = ShardIndex.open(path)  # counts by itself what is read behind
         if ranks.first and _JOBS_BEHIND[where.type]:
             behind.do(partial(writer.write_dense, dense_sources(checkpoint, copied)))
@@ -145,7 +136,7 @@ def run(
         floor_seconds(checkpoint, samples.windows.numel(), artifact.manifest.widths, config, where),
     )  # fmt: skip
     quantized = len(artifact.manifest.blocks) * geometry.experts
-    _print_costs(costs, geometry.blocks, quantized, progress)
+    print_costs(costs, geometry.blocks, quantized, progress, done=done)
     return QuantizeReport(
         path=Path(out),
         min_bits=artifact.min_bits,
@@ -158,36 +149,6 @@ def run(
         samples=samples.windows.shape[0],
         tokens=samples.windows.numel(),
         costs=costs,
-    )
-
-
-def floor_seconds(
-    checkpoint: Checkpoint,
-    tokens: int,
-    widths: Sequence[int],
-    config: QuantizeConfig,
-    device: torch.device,
-) -> float:
-    """Least time of `quantize` here: its matrix products at the speed of one large product."""
-    geometry, joint = checkpoint.geometry, config.codebook == "joint"
-    routed = geometry.weights * geometry.top_k // geometry.experts
-    operations = 2 * tokens * (routed + checkpoint.dense_weights_in_layers())
-    if joint:
-        squares = sum(geometry.shape(module).cols ** 2 for module in MODULES)
-        operations += 2 * tokens * geometry.top_k * len(geometry.layers) * squares
-        for shape in map(geometry.shape, MODULES):
-            blocks = len(geometry.layers) * geometry.experts
-            operations += refit_operations(blocks * shape.weights, shape.cols, len(widths))
-    return operations * seconds_per_operation(device)
-
-
-def _print_costs(costs: QuantizeCosts, expected: int, quantized: int, progress: Progress) -> None:
-    stages = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in costs.seconds.items())
-    progress.note(f"quantize: {quantized} blocks in {sum(costs.seconds.values()):.1f} s: {stages}")
-    progress.note(f"audit: expected {expected} expert blocks, quantized {quantized}")
-    progress.note(
-        f"read {costs.bytes_read:,} bytes of the checkpoint's {costs.bytes_least:,}; "
-        f"its products alone would take {costs.floor_seconds:.1f} s here"
     )
 
 

@@ -16,7 +16,8 @@ Fitting the widths together is what keeps the code nested: descent for the narro
 leaves codes that wider widths cannot use (docs/quality-planner.md has the figures). Where it is
 known at which width a block will mostly be, its `focus`, that width counts most, its neighbours
 some, the others hardly (`pw_pipelines.tune`). Pure maths on tensors, in float32; rows do not depend
-on each other. Tables need not ascend along a row.
+on each other, but for those that share tables (`pw_pipelines.sharing`). Tables need not ascend
+along a row.
 
 Axes: E blocks, N rows, K columns, W widths, C levels of all widths' tables side by side, S columns
 of a strip.
@@ -35,6 +36,7 @@ from pw_kernels.places import Places, places_of
 from pw_pipelines.codebook import Codebook
 from pw_pipelines.gpu_memory import free_bytes
 from pw_pipelines.precision import tensor_cores
+from pw_pipelines.sharing import TiedPlaces, tie
 
 IMPORTANCE: Mapping[int, float] = {2: 1.0, 3: 1.0, 4: 1.0, 5: 0.5, 6: 0.3, 7: 0.1, 8: 0.1}
 
@@ -65,6 +67,7 @@ def refit(
     hessians: Tensor,  # [E, K, K], symmetric, not negative, in any scale
     importance: Mapping[int, float] = IMPORTANCE,
     focus: Tensor | None = None,  # [E] int64
+    table_bytes: int | None = None,
 ) -> Refit:
     """Refit nested codes of some blocks of one shape. Deterministic on a CPU; a GPU adds up in no
     fixed order.
@@ -75,6 +78,7 @@ def refit(
         hessians: One of each block; damped here.
         importance: Width -> weight of its error, relative to that of the start.
         focus: The width of each block that counts most, in place of `importance`.
+        table_bytes: Of tables that rows share, see `pw_pipelines.sharing`; None: each has its own.
     """
     hessians = damped(hessians)
     blocks, rows, cols = weights.shape
@@ -85,22 +89,29 @@ def refit(
     counts = counts.to(weights.device)
     codes = book.codes.view(weights.shape)
     levels = torch.cat([book.centroids[b] for b in widths], 1).float().view(blocks, rows, -1)
-    count = max(1, _at_once(weights.device) // (blocks * cols))
+    room = _at_once(weights.device)
+    if table_bytes is None:  # some rows of all blocks at a time, else some blocks
+        along, count = 1, max(1, room // (blocks * cols))
+    else:
+        along, count = 0, max(1, room // (rows * cols))
+    parts = [torch.split(tensor, count, along) for tensor in (codes, levels, weights)]
     fits = []
     with tensor_cores():
-        for first in range(0, rows, count):
-            some = slice(first, first + count)
-            fit = _Fit(codes[:, some], levels[:, some], weights[:, some].float(), hessians, widths)
-            fit.run(counts, rounds)
+        for part, (own_codes, own_levels, own_weights) in enumerate(zip(*parts, strict=True)):
+            some = slice(None) if along else slice(part * count, (part + 1) * count)
+            fit = _Fit(
+                own_codes, own_levels, own_weights.float(), hessians[some], widths, table_bytes
+            )
+            fit.run(counts if len(counts) == 1 else counts[some], rounds)
             fits.append(fit)
-    tables = torch.cat([fit.tables for fit in fits], 1).flatten(0, 1)
+    tables = torch.cat([fit.tables for fit in fits], along).flatten(0, 1)
     by_width = dict(zip(widths, torch.split(tables, [1 << b for b in widths], 1), strict=True))
     before, after = (
-        dict(zip(widths, torch.cat(errors, 1).sum(1).unbind(1), strict=True))
+        dict(zip(widths, torch.cat(errors, along).sum(1).unbind(1), strict=True))
         for errors in ([fit.before for fit in fits], [fit.errors() for fit in fits])
     )
     fitted = Codebook(
-        codes=torch.cat([fit.codes for fit in fits], 1).flatten(0, 1),
+        codes=torch.cat([fit.codes for fit in fits], along).flatten(0, 1),
         luts={b: table.to(book.luts[b].dtype) for b, table in by_width.items()},
         centroids={b: table.double() for b, table in by_width.items()},
     )
@@ -157,9 +168,18 @@ class _Fit:
     """
 
     def __init__(
-        self, codes: Tensor, tables: Tensor, weights: Tensor, hessians: Tensor, widths: list[int]
+        self,
+        codes: Tensor,
+        tables: Tensor,
+        weights: Tensor,
+        hessians: Tensor,
+        widths: list[int],
+        table_bytes: int | None = None,
     ) -> None:
         self.codes, self.tables = codes.clone(), tables
+        self.widths, self.table_bytes = widths, table_bytes
+        if table_bytes is not None:
+            self.tables = tie(tables, widths, table_bytes, mean=True)
         self.weights, self.hessians = weights, hessians
         self.sizes, self.min_bits = [1 << b for b in widths], widths[0]
         device = weights.device
@@ -178,7 +198,10 @@ class _Fit:
 
     def places(self) -> Places:
         """Where the weights are in the tables."""
-        return places_of(self.codes, self.min_bits, len(self.sizes))
+        places = places_of(self.codes, self.min_bits, len(self.sizes))
+        if self.table_bytes is None:
+            return places
+        return TiedPlaces(places, self.widths, self.table_bytes)
 
     def times_hessian(self, values: Tensor) -> Tensor:
         """[E, N, W, K] times H."""

@@ -36,7 +36,7 @@ from pw_pipelines.observation import CPU, ObservedModel, adding_up, part_of
 from pw_pipelines.progress import Progress
 from pw_pipelines.ranks import ALONE, Ranks
 from pw_pipelines.savepoint import Savepoint
-from pw_pipelines.source import source_checkpoint
+from pw_pipelines.source import source_checkpoint, vocabulary_of
 
 STAGE = "sensitivity"
 METRICS = ("output_gradient", "hessian")
@@ -199,7 +199,7 @@ def run(
     """
     artifact, where = Artifact.open(path), ranks.device(device)
     checkpoint = source_checkpoint(artifact, model)
-    samples = calibration_set(config, load_tokenizer(artifact.path))
+    samples = calibration_set(config, load_tokenizer(artifact.path), vocabulary_of(checkpoint))
     inputs = {**artifact.digests("quantize", "moments"), "calibration": samples.digest}
     if not artifact.table_done(STAGE, config, inputs, overwrite):
         savepoint = Savepoint(artifact.path, STAGE, {"device": device, **inputs}, ranks)

@@ -41,3 +41,8 @@ def source_checkpoint(artifact: Artifact, model: str | None = None) -> Checkpoin
             "say where it is now with --model, or quantize again",
         )
     return checkpoint
+
+
+def vocabulary_of(checkpoint: Checkpoint) -> int:
+    """Number of tokens that a model knows."""
+    return int(checkpoint.architecture.config.vocab_size)

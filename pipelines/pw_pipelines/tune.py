@@ -3,8 +3,9 @@
 The joint fit of `pw_pipelines.refit` serves all widths of a block alike, though a planner holds a
 busy block at four bits and an idle one at two. This stage asks the planner, with the artifact's own
 sensitivities, which width each block has at some number of bytes; fits every block with that width
-as its focus; and measures anew what rests on the codes. Bytes, format and the unquantized model
-stay what they were. The artifact that was read is left as it is.
+as its focus; and measures anew what rests on the codes. Where rows are short and tables dear, rows
+share tables (`pw_pipelines.sharing`), and memory holds fewer bytes at every width. Planes, format
+and the unquantized model stay what they were. The artifact that was read is left as it is.
 """
 
 from __future__ import annotations
@@ -75,6 +76,8 @@ def run(
     name = model or start.manifest.model.source
     shares = ", ".join(f"{count} at {width} bits" for width, count in focus.counts().items())
     progress.note(f"tuned for the bytes of {config.bits:g} bits: {shares}")
+    if focus.table_bytes is not None:
+        progress.note(f"rows are short: they share tables of {focus.table_bytes:,} bytes a block")
     how: dict[str, Any] = {"overwrite": overwrite, "device": device, "ranks": ranks}
     quantize.run(name, out, settings, progress, recipe=recipe, focus=focus, **how)
     for measure in (sensitivity.run, trace.run):

@@ -75,6 +75,13 @@ def test_a_bad_file_is_refused_with_its_fault(
         calibration_set(settings(path), Bytes())
 
 
+def test_a_token_that_the_model_does_not_know_is_refused(tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "a.jsonl", {"text": "aaaazaaaaaaa"})
+    calibration_set(settings(path), Bytes(), ord("z") + 1)
+    with pytest.raises(ConfigError, match=r"has token 122, the model knows 122, .*a\.jsonl"):
+        calibration_set(settings(path), Bytes(), ord("z"))
+
+
 def test_a_missing_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot read"):
         load_documents(str(tmp_path / "none.jsonl"))

@@ -119,6 +119,18 @@ def test_what_would_fail_later_is_refused_at_once(
     assert time.process_time() - started < 2
 
 
+@pytest.mark.parametrize("stage", [dry_run.run, partial(quantize.run, progress=QUIET)])
+@pytest.mark.usefixtures("no_weights")
+def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(
+    stage: Callable[..., object], tmp_path: Path
+) -> None:
+    make_checkpoint("mixtral", tmp_path / "model", vocab_size=97)
+    write_tokenizer(tmp_path / "model")
+    config = QuantizeConfig(max_bits=4, calibration=calibration(tmp_path))
+    with pytest.raises(ConfigError, match=r"has token \d+, the model knows 97, from 0: `.*text"):
+        stage(str(tmp_path / "model"), tmp_path / "a.pw", config=config)
+
+
 @pytest.mark.usefixtures("no_weights")
 def test_a_disk_too_small_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     random_checkpoint(tmp_path / "model", "mixtral")

@@ -310,7 +310,15 @@ def stopped(*_: object) -> None:
 def test_every_run_ends_in_an_audit(small: Small, tmp_path: Path) -> None:
     told = io.StringIO()
     quantize.run(small.model, tmp_path / "a.pw", small.config, Progress(Style.PLAIN, stream=told))
-    assert "audit: expected 36 expert blocks, quantized 36" in told.getvalue()
+    first = told.getvalue()
+    assert "audit: expected 36 expert blocks, quantized 36" in first
+    assert "times the checkpoint" in first
+    assert "done already" not in first
+    quantize.run(small.model, tmp_path / "a.pw", small.config, Progress(Style.PLAIN, stream=told))
+    again = told.getvalue().removeprefix(first)
+    assert "quantize: done already, 36 blocks" in again
+    assert "audit: expected 36 expert blocks, quantized 36" in again
+    assert "times the checkpoint" not in again
 
 
 def test_costs_say_what_was_read_and_the_least_it_could_take(small: Small, tmp_path: Path) -> None:
