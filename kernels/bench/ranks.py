@@ -2,23 +2,29 @@
 
     python kernels/bench/ranks.py --json out.json           # Mixtral-8x7B's shape, twice its layers
     python kernels/bench/ranks.py --cases 32:4:1 32:4:2 32:4:2e --batches 1 8 32
-    python kernels/bench/ranks.py --cases 32:4:2 --squeeze 3  # planes that move on all ranks
+    python kernels/bench/ranks.py --cases 32:4:1=64,64:4:1@1=122 32:4:2,64:4:2
 
-A case is LAYERS:BITS:RANKS, `e` behind it for --enable-expert-parallel; each runs in a process of
-its own, in the order given. Weights are random, in the shape of a config. Requests start with a
-context that counts as computed: their KV pages are taken and hold whatever the arena held. Decode
-steps are timed as their caller sees them (median), from CUDA graphs, launched ahead. What a step's
-time goes to is rank 0's, by kernel, from torch's profiler over some steps more.
+A case is LAYERS:BITS:RANKS, then perhaps `e` for --enable-expert-parallel or `m` for planes that
+move (cycles of pressure on an adaptive engine of at most so many bits), @DEVICE where there is one
+rank, =GiB of memory for each rank. Each runs in a process of its own; those with commas between
+them start at the same time, and are measured in turn. Weights are random, in the shape of a config.
+Requests start with a context that counts as computed: their KV pages are taken and hold whatever
+the arena held. Decode steps are timed as their caller sees them (median), from CUDA graphs,
+launched ahead. What a step's time goes to is rank 0's, by kernel, from torch's profiler over some
+steps more; kernels overlap, so that their sum may exceed the step.
 """
 
 import argparse
 import dataclasses
+import gc
 import json
 import logging
+import re
 import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from datetime import UTC, datetime
 from pathlib import Path
@@ -33,28 +39,54 @@ from pw.engine.request import EngineStatus, SamplingParams
 from pw.evaluation.bench.squeeze import Squeeze, SqueezeRun, tight_budget
 from pw.memory.prefix_cache import PrefixMatch
 from pw.models.stand_in import write_folder
+from pw.store.manifest import plain
 
 CONFIGS = Path(__file__).parents[2] / "pipelines" / "recipes" / "configs"
-CASES = ["32:4:1", "32:4:2", "32:4:2e", "64:4:1", "64:4:2", "64:8:2"]
+CASES = ["32:4:1", "32:4:2", "32:4:2e", "32:4:2m", "64:4:1", "64:4:2", "64:8:2"]
 WARM, PROFILED, SPARE = 8, 8, 16  # steps
-SHOWN = 12  # kernels
+SHOWN = 14  # kernels
 LOW_WATERMARK = PlannerConfig().low_watermark
+ROOMY = 1 << 30  # bytes beyond a tight budget: what graphs set aside
 
 
-def settings(case: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Settings of a case's engine."""
-    _, bits, ranks = case.split(":")
-    return {
-        "policy": PrecisionPolicy.parse(f"static:{bits}"),
-        "device": "cuda",
-        "load_format": "dummy",
-        "tensor_parallel_size": int(ranks.rstrip("e")),
-        "enable_expert_parallel": ranks.endswith("e"),
-        "max_num_seqs": max(options.batches),
-        "max_model_len": options.context + WARM + options.steps + PROFILED + SPARE,
-        "async_scheduling": True,
-        "enable_prefix_caching": False,
-    }
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """What one engine is."""
+
+    name: str
+    layers: int
+    bits: int
+    ranks: int
+    kind: str  # "", "e" or "m"
+    device: str
+    budget: int | None  # bytes
+
+    @classmethod
+    def parse(cls, text: str) -> "Case":
+        """From the command line."""
+        found = re.fullmatch(r"(\d+):(\d+):(\d+)([em]?)(?:@(\d+))?(?:=(\d+))?", text)
+        if found is None:
+            raise SystemExit(f"not a case: `{text}`")
+        layers, bits, ranks, kind, device, budget = found.groups()
+        where = "cuda" if device is None else f"cuda:{device}"
+        size = None if budget is None else int(budget) << 30
+        name = f"{layers}:{bits}:{ranks}{kind}"
+        return cls(name, int(layers), int(bits), int(ranks), kind, where, size)
+
+    def settings(self, options: argparse.Namespace) -> dict[str, Any]:
+        """Of the engine."""
+        return {
+            "policy": PrecisionPolicy.parse(f"static:{self.bits}"),
+            "device": self.device,
+            "load_format": "dummy",
+            "tensor_parallel_size": self.ranks,
+            "enable_expert_parallel": self.kind == "e",
+            "memory_budget": self.budget,
+            "max_num_seqs": max(options.batches),
+            "max_model_len": options.context + WARM + options.steps + PROFILED + SPARE,
+            "async_scheduling": True,
+            "enable_prefix_caching": False,
+        }
 
 
 def decode(engine: Engine, batch: int, options: argparse.Namespace) -> dict[str, Any]:
@@ -120,78 +152,133 @@ def prefill(engine: Engine, options: argparse.Namespace) -> dict[str, float]:
     return {"seconds": seconds, "tokens_per_second": options.context / seconds}
 
 
-def squeeze(folder: Path, case: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Cycles of pressure and rest over an adaptive engine: planes move on every rank."""
-    shape = settings(case, options) | {
+def squeezed(folder: Path, case: Case, options: argparse.Namespace) -> Engine:
+    """An adaptive engine whose widest experts leave little room."""
+    shape = case.settings(options) | {
         "policy": PrecisionPolicy.parse("adaptive"),
-        "max_bits": int(case.split(":")[1]),
+        "max_bits": case.bits,
+        "max_num_seqs": 8,
         "max_num_batched_tokens": 2048,
         "planner": PlannerConfig(residual="off", idle_grace_seconds=0.0),
     }
     roomy = Engine.from_artifact(folder, EngineConfig(**(shape | {"enforce_eager": True})))
-    budget = tight_budget(roomy, LOW_WATERMARK) + (1 << 30)  # what graphs set aside
+    budget = tight_budget(roomy, LOW_WATERMARK) + ROOMY
     roomy.close()
     del roomy
+    gc.collect()
     torch.cuda.empty_cache()
-    engine = Engine.from_artifact(folder, EngineConfig(**shape, memory_budget=budget))
-    try:
-        run = SqueezeRun(engine, Squeeze(cycles=options.squeeze, probes=2, return_seconds=20.0))
-        result = run.run()
-        result["bytes_by_rank"] = by_rank(engine.status())
-        del result["bytes"]
-        return result
-    finally:
-        engine.close()
+    return Engine.from_artifact(folder, EngineConfig(**(shape | {"memory_budget": budget})))
 
 
-def run_case(case: str, options: argparse.Namespace) -> dict[str, Any]:
-    """All figures of a case, in a process that has no other."""
+def squeeze(engine: Engine, options: argparse.Namespace) -> dict[str, Any]:
+    """Cycles of pressure and rest: planes move on every rank, whose tables are compared."""
+    run = SqueezeRun(engine, Squeeze(cycles=options.cycles, probes=2, return_seconds=20.0))
+    result = run.run()
+    result["bytes_by_rank"] = by_rank(engine.status())
+    del result["bytes"]
+    return result
+
+
+def steps(engine: Engine, case: Case, options: argparse.Namespace) -> dict[str, Any]:
+    """Decode steps of each batch that fits."""
+    rows = []
+    scheduler = engine._parts.scheduler
+    look_up = scheduler._find_prefix
+    scheduler._find_prefix = (  # type: ignore[method-assign]
+        lambda sequence: PrefixMatch(tokens=sequence.length - 1)
+    )
+    for batch in options.batches:
+        pages = engine.pages_for_tokens(engine.max_model_len) * batch
+        if pages > engine.status().pages_free:
+            print(f"{case.name}: {batch} sequences do not fit", file=sys.stderr)
+            continue
+        rows.append(decode(engine, batch, options))
+    scheduler._find_prefix = look_up  # type: ignore[method-assign]
+    result: dict[str, Any] = {"decode": rows}
+    if options.prefill:
+        result["prefill"] = prefill(engine, options)
+    return result
+
+
+def run_case(text: str, options: argparse.Namespace) -> None:
+    """Be the process of a case: start, say so, measure when told to."""
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    result: dict[str, Any] = {"case": case}
+    case = Case.parse(text)
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary) / "model"
-        layers = int(case.split(":")[0])
-        write_folder(CONFIGS / f"{options.model}.json", folder, {"num_hidden_layers": layers})
-        if options.squeeze:
-            return result | {"squeeze": squeeze(folder, case, options)}
+        layers = {"num_hidden_layers": case.layers}
+        write_folder(CONFIGS / f"{options.model}.json", folder, layers)
         began = time.perf_counter()
-        engine = Engine.from_artifact(folder, EngineConfig(**settings(case, options)))
-        result["start_seconds"] = time.perf_counter() - began
+        if case.kind == "m":
+            engine = squeezed(folder, case, options)
+        else:
+            engine = Engine.from_artifact(folder, EngineConfig(**case.settings(options)))
+        started = time.perf_counter() - began
         try:
             if engine._parts.runner.steps is None:
                 raise SystemExit("nothing was captured, see the warning above")
-            scheduler = engine._parts.scheduler
-            look_up = scheduler._find_prefix
-            scheduler._find_prefix = (  # type: ignore[method-assign]
-                lambda sequence: PrefixMatch(tokens=sequence.length - 1)
-            )
-            result["decode"] = []
-            for batch in options.batches:
-                if engine.pages_for_tokens(engine.max_model_len) * batch > (
-                    engine.status().pages_free
-                ):
-                    print(f"{case}: {batch} sequences do not fit", file=sys.stderr)
-                    continue
-                result["decode"].append(decode(engine, batch, options))
-            scheduler._find_prefix = look_up  # type: ignore[method-assign]
-            if options.prefill:
-                result["prefill"] = prefill(engine, options)
+            print("ready", flush=True)
+            sys.stdin.readline()
+            result: dict[str, Any] = {"case": case.name, "start_seconds": started}
+            if case.kind == "m":
+                result["squeeze"] = squeeze(engine, options)
+            else:
+                result |= steps(engine, case, options)
+            options.json.write_text(json.dumps(plain(result)))
         finally:
             engine.close()
-    return result
 
 
-def start_case(case: str, arguments: list[str], seconds: float) -> dict[str, Any] | None:
-    """Run a case in a process of its own; None if it fails or takes too long."""
-    with tempfile.NamedTemporaryFile(suffix=".json") as file:
-        command = [sys.executable, __file__, *arguments, "--case", case, "--json", file.name]
+class Started:
+    """The process of a case.
+
+    Args:
+        text: The case.
+        arguments: Of this program.
+        folder: For its result.
+    """
+
+    def __init__(self, text: str, arguments: list[str], folder: Path) -> None:
+        self.text, self._result = text, folder / f"{text}.json"
+        command = [sys.executable, __file__, *arguments, "--case", text, "--json", self._result]
+        self._child = subprocess.Popen(
+            list(map(str, command)), stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        assert self._child.stdout is not None
+        self._ready = threading.Thread(target=self._child.stdout.readline, daemon=True)
+        self._ready.start()
+
+    def measure(self, seconds: float) -> dict[str, Any] | None:
+        """Have it measure, once it is ready; None if it fails or takes longer."""
         try:
-            subprocess.run(command, check=True, timeout=seconds, stdout=2)
-        except subprocess.SubprocessError as error:
-            print(f"{case}: {error}", file=sys.stderr)
+            self._ready.join(seconds)
+            self._child.communicate(b"go\n", timeout=seconds)
+            result: dict[str, Any] = json.loads(self._result.read_text())
+        except (OSError, ValueError, subprocess.TimeoutExpired) as error:
+            print(f"{self.text}: {error}", file=sys.stderr)
+            self._child.kill()
             return None
-        result: dict[str, Any] = json.loads(Path(file.name).read_text())
-    return result
+        return result
+
+    def wait_until_ready(self, seconds: float) -> None:
+        """Wait until it has started, or for so long."""
+        self._ready.join(seconds)
+
+
+def run_together(texts: list[str], arguments: list[str], seconds: float) -> list[dict[str, Any]]:
+    """Start cases at the same time, measure them in turn."""
+    results = []
+    with tempfile.TemporaryDirectory() as temporary:
+        cases = [Started(text, arguments, Path(temporary)) for text in texts]
+        end = time.monotonic() + seconds
+        for case in cases:
+            case.wait_until_ready(end - time.monotonic())
+        for case in cases:
+            result = case.measure(seconds)
+            if result is not None:
+                show(result)
+                results.append(result)
+    return results
 
 
 def show(result: dict[str, Any]) -> None:
@@ -226,36 +313,38 @@ def main() -> None:
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 8, 32])
     parser.add_argument("--context", type=int, default=8192, help="tokens")
     parser.add_argument("--steps", type=int, default=50)
-    parser.add_argument("--squeeze", type=int, default=0, help="cycles, in the place of the steps")
+    parser.add_argument("--cycles", type=int, default=3, help="of planes that move")
     parser.add_argument("--prefill", action="store_true", help="time a prompt, too")
-    parser.add_argument("--seconds", type=float, default=120.0, help="that a case may take")
+    parser.add_argument("--seconds", type=float, default=120.0, help="for a start, for figures")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--case", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.case:
-        options.json.write_text(json.dumps(run_case(options.case, options)))
+        run_case(options.case, options)
         return
     print("| layers:bits:ranks | batch | ms a step | tokens/s | kernels, ms | of it sums, ms |")
     print("|---" * 6 + "|", flush=True)
-    results = []
-    for case in options.cases:
-        result = start_case(case, sys.argv[1:], options.seconds)
-        if result is not None:
-            show(result)
-            results.append(result)
+    results: list[dict[str, Any]] = []
+    for group in options.cases:
+        results += run_together(group.split(","), sys.argv[1:], options.seconds)
+        if options.json:
+            write(results, options)
     for result in results:
         for row in result.get("decode", [])[:1]:
             print(f"{result['case']}, batch {row['batch']}, ms a step by kernel:")
             for name, milliseconds in list(row["kernels_ms"].items())[:SHOWN]:
                 print(f"  {milliseconds:7.3f}  {name[:90]}")
-    if options.json:
-        about = {
-            "gpu": torch.cuda.get_device_name(),
-            "torch": torch.__version__,
-            "date": datetime.now(UTC).isoformat(timespec="seconds"),
-            "options": {key: str(value) for key, value in vars(options).items()},
-        }
-        options.json.write_text(json.dumps(about | {"results": results}, indent=1) + "\n")
+
+
+def write(results: list[dict[str, Any]], options: argparse.Namespace) -> None:
+    """All that was measured so far."""
+    about = {
+        "gpu": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "options": {key: str(value) for key, value in vars(options).items()},
+    }
+    options.json.write_text(json.dumps(about | {"results": results}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

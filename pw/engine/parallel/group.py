@@ -94,9 +94,7 @@ class RankGroup:
             return None
         peers = None
         try:
-            peers = PeerSums(
-                PrefixStore("peers", store), self.rank, self.size, folder, self._device
-            )
+            peers = PeerSums(self._group, PrefixStore("peers", store), folder, self._device)
         except Exception as error:  # whatever a torch or a driver does that has it not
             logger.warning("small sums go over NCCL, slower: %s", str(error).partition("\n")[0])
         if not self.agree(peers is not None) or peers is None:
@@ -118,6 +116,8 @@ class RankGroup:
         if self._peers is not None:
             self._peers.leave()
         self._group.abort()
+        if self._peers is not None:
+            self._peers.close()
 
 
 def _gloo(store: Any, rank: int, size: int, timeout: timedelta) -> Any:

@@ -26,9 +26,8 @@ class PeerSums:
     """Connects the ranks; all must make it at the same time.
 
     Args:
+        nccl: The ranks' group.
         store: Where ranks tell each other things; of this group alone.
-        rank: This one.
-        size: How many there are.
         folder: Of the group: its name, which no other group of this process has.
         device: This rank's GPU.
 
@@ -36,14 +35,14 @@ class PeerSums:
         RuntimeError: This torch, or these GPUs, cannot.
     """
 
-    def __init__(
-        self, store: Any, rank: int, size: int, folder: Path, device: torch.device
-    ) -> None:
+    def __init__(self, nccl: Any, store: Any, folder: Path, device: torch.device) -> None:
         os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
         from torch._C._distributed_c10d import _SymmetricMemory
         from torch.distributed._symmetric_memory import empty
 
-        self._name = str(folder)
+        rank, size = nccl.rank(), nccl.size()
+        self._name: Any = str(folder)
+        self._group = _named(self._name, nccl, store)
         self._bytes = READ_BYTES // (size - 1)
         self._sum: Any = torch.ops.symm_mem.one_shot_all_reduce_copy_out
         _SymmetricMemory.set_group_info(self._name, rank, size, store)
@@ -52,8 +51,14 @@ class PeerSums:
         pads = [met.get_signal_pad(other) for other in range(size)]
         self._own_pad, self._pads = pads[rank], [*pads[:rank], *pads[rank + 1 :]]
         self._zeros, self._ones = torch.zeros_like(pads[0]), torch.ones_like(pads[0])
-        self._aside = torch.cuda.Stream(device)
+        self._aside = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._write_pads(self._zeros)  # loads what `leave` runs, which would wait for a sum later
+
+    def close(self) -> None:
+        """Forget the name; after all sums."""
+        from torch._C._distributed_c10d import _unregister_process_group
+
+        _unregister_process_group(self._name)
 
     @staticmethod
     def supported(size: int, device: torch.device) -> bool:
@@ -86,7 +91,7 @@ class PeerSums:
         """
         end = time.monotonic() + _LEAVE_SECONDS
         with torch.cuda.device(self._buffer.device):
-            last = torch.cuda.Event()
+            last: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
             last.record(torch.cuda.default_stream())
             while not last.query() and time.monotonic() < end:
                 self._write_pads(self._ones)
@@ -98,3 +103,16 @@ class PeerSums:
             for pad in self._pads:
                 pad.copy_(self._zeros)
         self._aside.synchronize()
+
+
+def _named(name: Any, nccl: Any, store: Any) -> Any:
+    """The ranks under a name by which torch's operations find them."""
+    from torch._C._distributed_c10d import ProcessGroup, _register_process_group
+
+    group = ProcessGroup(store, nccl.rank(), nccl.size())
+    kind = ProcessGroup.BackendType.NCCL
+    group._set_default_backend(kind)
+    group._register_backend(torch.device("cuda"), kind, nccl)
+    group._set_group_name(name)
+    _register_process_group(name, group)
+    return group
