@@ -32,24 +32,26 @@ from pw_kernels.products import Norm
 
 MOST_TOKENS = 32  # that the kernel takes at all
 FEW_TOKENS = 0  # up to here it is used: not before it has run on a GPU
+_NORMED_TOKENS = 8  # at most of rows that are normed, too
 _DTYPES = (torch.bfloat16, torch.float16)
 _KINDS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
 _COUNTERS = 1 << 14
 
 
-def fits(
-    x: Tensor, weight: Tensor, norm: Norm | None, inner: int = 0, *, forced: bool = False
-) -> bool:
+def norms(x: Tensor) -> bool:
+    """Whether the kernel can take a norm along."""
+    return x.shape[0] <= _NORMED_TOKENS and x.shape[1] <= WARPS * NORM_STEPS * STEP
+
+
+def fits(x: Tensor, weight: Tensor, inner: int = 0, *, forced: bool = False) -> bool:
     """Whether the kernel can take a call and, unless `forced`, is the faster way."""
     tokens, cols = x.shape[0], weight.shape[1]
     return (
         x.device.type == "cuda"
         and x.dim() == 2
         and 0 < tokens <= (MOST_TOKENS if forced else FEW_TOKENS)
-        and (norm is None or (tokens <= 8 and cols <= WARPS * NORM_STEPS * STEP))
         and weight.dtype == x.dtype
         and x.dtype in _DTYPES
-        and (norm is None or norm.weight.dtype == x.dtype)
         and cols % STEP == 0
         and inner % 8 == 0
         and weight.is_contiguous()

@@ -75,11 +75,11 @@ def product(
     Raises:
         ValueError: The named backend cannot take these arguments, or is not installed.
     """
-    if (kernels := _kernels(backend, x, weight, norm)) is not None:
+    kernels, small = _kernels(backend, x, weight), "torch" if backend == "torch" else "auto"
+    if norm is not None and (kernels is None or not kernels.norms(x)):
+        x, norm = step.rms_norm(x, norm.weight, norm.epsilon, backend=small), None
+    if kernels is not None:
         return kernels.product(x, weight, bias, norm, add, share)  # type: ignore[no-any-return]
-    small = "torch" if backend == "torch" else "auto"
-    if norm is not None:
-        x = step.rms_norm(x, norm.weight, norm.epsilon, backend=small)
     if not add:
         return functional.linear(x, weight, bias)
     if len(add) == 1:
@@ -112,27 +112,25 @@ def gated_product(
     Raises:
         ValueError: The named backend cannot take these arguments, or is not installed.
     """
-    if (kernels := _kernels(backend, x, weight, norm, inner)) is not None:
+    kernels, small = _kernels(backend, x, weight, inner), "torch" if backend == "torch" else "auto"
+    if norm is not None and (kernels is None or not kernels.norms(x)):
+        x, norm = step.rms_norm(x, norm.weight, norm.epsilon, backend=small), None
+    if kernels is not None:
         return Gated(*kernels.gated_product(x, weight, inner, activation, bias, norm))
-    small = "torch" if backend == "torch" else "auto"
-    if norm is not None:
-        x = step.rms_norm(x, norm.weight, norm.epsilon, backend=small)
     both = functional.linear(x, weight, bias)
     if not inner:
         return Gated(both[:, :0], both, x)
     return Gated(step.gate(both, inner, activation, backend=small), both[:, 2 * inner :], x)
 
 
-def _kernels(
-    backend: str, x: Tensor, weight: Tensor, norm: Norm | None, inner: int = 0
-) -> ModuleType | None:
+def _kernels(backend: str, x: Tensor, weight: Tensor, inner: int = 0) -> ModuleType | None:
     """The kernels, where they are to be used."""
     if backend not in BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
     if backend == "torch" or (backend == "auto" and x.device.type != "cuda"):
         return None
     module = _cuda()
-    if module is not None and module.fits(x, weight, norm, inner, forced=backend == "cuda"):
+    if module is not None and module.fits(x, weight, inner, forced=backend == "cuda"):
         return module
     if backend == "cuda":
         raise ValueError(

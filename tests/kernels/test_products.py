@@ -1,0 +1,149 @@
+"""Products of few rows: the door on a CPU, code for three generations, and results on a GPU."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import linear, silu
+
+from pw_kernels import products
+from pw_kernels.product_plans import choose_plan, constants_of
+from pw_kernels.products import Norm
+
+INTERPRETED = os.environ["TRITON_INTERPRET"] == "1"
+ROOM = 227 << 10  # bytes of shared memory that a block may have at most
+
+
+def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def normed(x: Tensor, norm: Norm) -> Tensor:
+    return x * (x.square().mean(-1, keepdim=True) + norm.epsilon).rsqrt() * norm.weight
+
+
+def test_what_a_product_takes_along() -> None:
+    x, weight, bias = random(3, 16), random(6, 16, seed=1), random(6, seed=2)
+    norm, add = Norm(random(16, seed=3), 1e-5), [random(3, 6, seed=4), random(3, 6, seed=5)]
+    share = random(3, 1, seed=6)
+    plain = linear(normed(x, norm), weight, bias)
+    near = torch.testing.assert_close
+    near(products.product(x, weight, bias, norm=norm), plain)
+    near(products.product(x, weight, bias, norm=norm, add=add[:1]), add[0] + plain)
+    near(products.product(x, weight, bias, norm=norm, add=add), add[0] + add[1] + plain)
+    near(
+        products.product(x, weight, bias, norm=norm, add=add, share=share),
+        add[0] + add[1] + share.sigmoid() * plain,
+    )
+    gated = products.gated_product(x, weight, 2, "silu", bias, norm=norm)
+    near(gated.out, silu(plain[:, :2]) * plain[:, 2:4])
+    near(gated.rest, plain[:, 4:])
+    near(gated.normed, normed(x, norm))
+    nothing = products.gated_product(x, weight, 0, "silu", bias)
+    assert nothing.out.shape == (3, 0)
+    near(nothing.rest, linear(x, weight, bias))
+
+
+def test_what_cannot_be_is_refused() -> None:
+    with pytest.raises(ValueError, match="backend must be one of"):
+        products.product(random(1, 32), random(2, 32), backend="triton")
+    if not torch.cuda.is_available():
+        with pytest.raises(ValueError, match=r"cannot multiply \[1, 32\] by \[2, 32\] on cpu"):
+            products.product(random(1, 32), random(2, 32), backend="cuda")
+
+
+@pytest.mark.parametrize("cols", [32, 512, 2048, 2816, 4096, 5632, 8192, 14336])
+@pytest.mark.parametrize("tokens", [1, 8, 9, 16, 32])
+def test_a_plan_covers_the_columns_and_fits_a_multiprocessor(tokens: int, cols: int) -> None:
+    plan = choose_plan(tokens, cols, norm=tokens <= 8 and cols <= 8192)
+    assert 8 * plan.token_tiles >= tokens
+    assert plan.warps * plan.split * plan.steps(cols) * 32 >= cols
+    assert plan.blocks * (plan.shared_bytes(cols, norm=True) + 1024) <= ROOM + 1024
+    assert plan.blocks * plan.warps * 32 <= 2048
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100])
+def test_compiles_ahead_of_time(capability: int) -> None:
+    nvrtc = pytest.importorskip("pw_kernels.nvrtc", reason="needs cuda-bindings")
+    shapes: list[tuple[int, int, int, dict[str, int]]] = [
+        (1, 6144, 2048, {"NORM": 1, "BIAS": 1}),
+        (8, 2048, 5632, {"ADD": 3}),
+        (1, 11328, 2048, {"NORM": 1, "GATED": 1, "INNER": 5632, "KIND": 2}),
+        (32, 2048, 2048, {"ADD": 1, "FLOAT16": 1}),
+        (4, 2048, 14336, {"ADD": 2}),
+    ]
+    for tokens, rows, cols, more in shapes:
+        plan = choose_plan(tokens, cols, norm="NORM" in more)
+        defines = constants_of(plan, (rows, cols), torch.bfloat16, bias=False, norm=False) | more
+        try:
+            code = nvrtc.compile_source("products.cu", defines, capability)
+        except RuntimeError as error:  # cuda-bindings without the library that it binds
+            pytest.skip(f"NVRTC is not installed: {error}")
+        assert len(code) > 1000
+
+
+FORMS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "bias": {"bias": True, "norm": True},
+    "residual": {"add": 1},
+    "two sums": {"add": 2, "bias": True},
+    "two sums and a share": {"add": 2, "share": True},
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(INTERPRETED, reason="needs TRITON_INTERPRET=0 and a GPU")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("rows", "cols"), [(6144, 2048), (2056, 2816), (1000, 5632), (520, 14336)])
+def test_on_a_gpu(rows: int, cols: int, form: str, dtype: torch.dtype) -> None:
+    """And captured in a graph; a token has the same result in every batch of up to 8."""
+    options, tokens = FORMS[form], 8
+    x = random(tokens, cols, dtype=dtype).cuda()
+    weight = (random(rows, cols, seed=1) / cols**0.5).to(dtype).cuda()
+    bias = random(rows, seed=2, dtype=dtype).cuda() if "bias" in options else None
+    norm = Norm(random(cols, seed=3, dtype=dtype).cuda(), 1e-6) if "norm" in options else None
+    sums = range(options.get("add", 0))
+    add = [random(tokens, rows, seed=4 + i, dtype=dtype).cuda() for i in sums]
+        random(tokens, rows, seed=4 + i, dtype=dtype).cuda() for i in range(options.get("add", 0))
+    ]
+    share = random(tokens, 3, seed=6, dtype=dtype).cuda()[:, 1:2] if "share" in options else None
+
+    def run(count: int, backend: str) -> Tensor:
+        return products.product(
+            x[:count], weight, bias, norm=norm, add=[part[:count] for part in add],
+            share=None if share is None else share[:count], backend=backend,
+        )  # fmt: skip
+
+    torch.cuda.synchronize()
+    found = run(tokens, "cuda")
+    difference = (found.float() - run(tokens, "torch").float()).norm()
+    assert difference <= 4e-3 * found.float().norm()
+    for count in (1, 2, 5):
+        assert torch.equal(run(count, "cuda"), found[:count])
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        again = run(tokens, "cuda")
+    graph.replay()
+    assert torch.equal(again, found)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(INTERPRETED, reason="needs TRITON_INTERPRET=0 and a GPU")
+@pytest.mark.parametrize("tokens", [1, 3, 8, 32])
+@pytest.mark.parametrize("inner", [0, 1408])
+def test_a_gated_product_on_a_gpu(inner: int, tokens: int) -> None:
+    dtype = torch.bfloat16
+    x, norm = random(tokens, 2048, dtype=dtype).cuda(), Norm(random(2048).to(dtype).cuda(), 1e-6)
+    weight = (random(2 * inner + 61, 2048, seed=1) / 45).to(dtype).cuda()
+    torch.cuda.synchronize()
+    found, expected = (
+        products.gated_product(x, weight, inner, "silu", norm=norm, backend=backend)
+        for backend in ("cuda", "torch")
+    )
+    for one, other in zip(found, expected, strict=True):
+        assert (one.float() - other.float()).norm() <= 4e-3 * other.float().norm()
