@@ -109,8 +109,6 @@ def test_on_a_gpu(rows: int, cols: int, form: str, dtype: torch.dtype) -> None:
     norm = Norm(random(cols, seed=3, dtype=dtype).cuda(), 1e-6) if "norm" in options else None
     sums = range(options.get("add", 0))
     add = [random(tokens, rows, seed=4 + i, dtype=dtype).cuda() for i in sums]
-        random(tokens, rows, seed=4 + i, dtype=dtype).cuda() for i in range(options.get("add", 0))
-    ]
     share = random(tokens, 3, seed=6, dtype=dtype).cuda()[:, 1:2] if "share" in options else None
 
     def run(count: int, backend: str) -> Tensor:
