@@ -101,7 +101,7 @@ def run(
     """
     common: dict[str, Any] = {"overwrite": overwrite, "device": device}
     text, out, model = recipe.quantize.calibration, recipe.output, recipe.model
-    first = out if recipe.tune is None else out.with_name(f"{out.stem}.untuned.pw")
+    first = first_output(recipe)
     quantize.run(model, first, recipe.quantize, progress, recipe=recipe.path, **common)
     sensitivity.run(first, text, progress, model=model, **common)
     if recipe.tune is None:
@@ -110,6 +110,12 @@ def run(
         how = {"model": model, "recipe": recipe.path, **common}
         tune.run(first, out, recipe.tune, progress, **how)
     residuals.run(out, progress, recipe.residuals, overwrite=overwrite)
+
+
+def first_output(recipe: Recipe) -> Path:
+    """The artifact that a recipe makes first: what it tunes, if it does."""
+    out = recipe.output
+    return out if recipe.tune is None else out.with_name(f"{out.stem}.untuned.pw")
 
 
 def _settings(kind: Any, values: Any, table: str, **others: Any) -> Any:

@@ -104,6 +104,8 @@ def run(
             "kept": np.stack([h.kept for h in fitted]),
         }
         artifact.write_table(STAGE, arrays, {}, config, inputs, asdict(found), overwrite)
+    else:
+        progress.note("fit-residuals: done already")
     stored = artifact.manifest.stages[STAGE].report
     values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in stored.items()}
     report = ResidualReport(**values)

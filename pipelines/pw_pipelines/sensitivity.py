@@ -219,6 +219,8 @@ def run(
         ranks.wait()
         savepoint.clear()
         artifact = Artifact.open(path)
+    else:
+        progress.note("sensitivity: done already")
     report = _report(artifact, samples.windows)
     _print(report, progress)
     return report

@@ -174,6 +174,8 @@ def run(
         ranks.wait()
         savepoint.clear()
         artifact = Artifact.open(path)
+    else:
+        progress.note("trace: done already")
     report = _report(artifact)
     _print(report, progress)
     return report

@@ -171,7 +171,7 @@ def quantize(
     path = output or default_output(model)
     fetch(model, download)
     if dry_run:
-        _plan(model, path, config, calibration, common, overwrite=overwrite)
+        plan(model, path, config, calibration.device, common, overwrite=overwrite)
         return
     calibration.use_cores()
 
@@ -192,11 +192,11 @@ def quantize(
         _print_quantized(report)
 
 
-def _plan(
+def plan(
     model: str,
     path: Path,
     config: QuantizeConfig,
-    calibration: Calibration,
+    device: str,
     common: Common,
     *,
     overwrite: bool,
@@ -204,7 +204,7 @@ def _plan(
     """Say what `pw quantize` would do."""
     from pw_pipelines import dry_run
 
-    report = dry_run.run(model, path, config, overwrite=overwrite, device=calibration.device)
+    report = dry_run.run(model, path, config, overwrite=overwrite, device=device)
     if common.json:
         print_json(report)
     else:
@@ -245,6 +245,7 @@ def _print_quantized(report: QuantizeReport) -> None:
     print(f"  experts unquantized {dense:>16,} bytes")
     for bits, size in report.bytes_by_width.items():
         print(f"  at {bits} bits           {size:>16,} bytes  {size / dense:.0%}")
+    print("  (planes and tables; in memory they fill whole pages, and `pw eval` counts those)")
     coverage = ", ".join(f"{count} {name}" for name, count in report.coverage.items())
     print(f"  calibration tokens  {report.tokens:>16,}, experts: {coverage}")
 

@@ -12,7 +12,7 @@ import typer
 from pw.cli.command import print_json
 from pw.cli.eval_options import ComparisonOptions, TextOptions
 from pw.cli.evaluation import compare, print_report, run_evaluation
-from pw.cli.offline import Download, Overwrite, fetch, progress_of
+from pw.cli.offline import Download, DryRun, Overwrite, fetch, plan, progress_of
 from pw.cli.options import Common
 from pw.config import EngineConfig, parse_bytes
 
@@ -32,6 +32,7 @@ def run(
     ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     overwrite: Overwrite = False,
+    dry_run: DryRun = False,
     download: Download = False,
 ) -> None:
     """Carry out a recipe: quantize, sensitivity, trace, residual heads, evaluation.
@@ -44,6 +45,10 @@ def run(
     loaded = stage.load_recipe(recipe)
     loaded = replace(loaded, model=model or loaded.model, output=output or loaded.output)
     fetch(loaded.model, download)
+    if dry_run:
+        first = stage.first_output(loaded)
+        plan(loaded.model, first, loaded.quantize, device, common, overwrite=overwrite)
+        return
     stage.run(loaded, progress_of(common), overwrite=overwrite, device=device)
     described = _evaluate(loaded, device, common)
     if common.json:
@@ -68,6 +73,7 @@ def _evaluate(recipe: Recipe, device: str, common: Common) -> dict[str, Any] | N
     if file.is_file():
         earlier: dict[str, Any] = json.loads(file.read_bytes())
         if earlier["inputs"] == inputs and "report" in earlier:
+            progress_of(common).note(f"evaluation: done already, in `{file}`")
             return dict(earlier["report"])
     budget = None if settings.memory_budget is None else parse_bytes(settings.memory_budget)
     policies = ",".join(settings.policies)

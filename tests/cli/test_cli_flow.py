@@ -290,6 +290,11 @@ def test_a_recipe_runs_once_and_scores_its_policies(made: Made, tmp_path: Path) 
         'seqlen = 32\nmax_chunks = 4\nmemory_budget = "64MiB"\n'
     )
     flags = ("run", str(recipe), "--model", str(made.checkpoint), "--json", "-q")
+    planned = run(*flags[:4], "--dry-run")
+    assert planned.code == 0, planned.err
+    assert "12 blocks" in planned.out
+    assert "at 4 bits" in planned.out
+    assert list(tmp_path.iterdir()) == [recipe]
     first = run(*flags)
     assert first.code == 0, first.err
     rows = json.loads(first.out)["evaluation"]["rows"]
@@ -299,5 +304,8 @@ def test_a_recipe_runs_once_and_scores_its_policies(made: Made, tmp_path: Path) 
     again = run(*flags)
     assert json.loads(again.out) == json.loads(first.out)
     assert results.stat().st_mtime_ns == written
+    told = run(*flags[:4]).err
+    for stage in ("quantize", "sensitivity", "trace", "fit-residuals", "evaluation"):
+        assert f"{stage}: done already" in told
     missing = run("run", str(tmp_path / "none.toml"))
     assert (missing.code, missing.err.splitlines()[0][:27]) == (2, "error: cannot read recipe: ")
