@@ -18,17 +18,20 @@ import statistics
 import tempfile
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from pw.config import EngineConfig, PrecisionPolicy, parse_bytes
 from pw.engine import Engine
+from pw.engine.graphs.capture import Capture
 from pw.engine.request import RequestOutput, SamplingParams
 from pw.models.stand_in import write_folder
 
@@ -134,16 +137,59 @@ def device_milliseconds(engine: Engine, batch: int) -> float:
     """Of one captured step, replayed back to back on what its last step left."""
     steps = engine._parts.runner.steps
     assert steps is not None
-    bucket = steps.bucket(batch)
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     with torch.inference_mode():
-        bucket.run()
-        begin.record()
-        for _ in range(REPLAYS):
-            bucket.run()
-        end.record()
+        return replay_milliseconds(steps.bucket(batch).run)
+
+
+def replay_milliseconds(run: Callable[[], Tensor]) -> float:
+    """Of one of many runs back to back."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    run()
+    begin.record()
+    for _ in range(REPLAYS):
+        run()
+    end.record()
     end.synchronize()
     return begin.elapsed_time(end) / REPLAYS
+
+
+class NoAttention:
+    """Stands in for a batch's attention: queries go on as they are, nothing is stored."""
+
+    def attend(self, _layer: int, q: Tensor, _k: Tensor, _v: Tensor, **_: Any) -> Tensor:
+        return q
+
+    def store_rotated(self, layer: int, qkv: Tensor, *_: Any, head_size: int, **__: Any) -> Tensor:
+        heads = qkv.unflatten(-1, (-1, head_size))
+        return heads[:, : heads.shape[1] - 2 * self.kv_heads[layer]]
+
+    def __init__(self, engine: Engine) -> None:
+        layers = engine._parts.skeleton.kv.layers
+        self.kv_heads = {layer.layer: layer.kv_heads for layer in layers}
+
+
+def device_parts(engine: Engine, batch: int) -> tuple[float, float]:
+    """Milliseconds of a captured step without routed experts, and without attention as well."""
+    steps, skeleton = engine._parts.runner.steps, engine._parts.skeleton
+    assert steps is not None
+    bucket, experts = steps.bucket(batch), engine._parts.runner._experts
+    inputs = bucket.inputs.on_device
+    keep = torch.arange(len(inputs.ids), device=skeleton.device)
+    found = []
+    skeleton.bind_experts(lambda _slot, _module, x, _ids, _weights: x)
+    try:
+        for context in (bucket.batch, NoAttention(engine)):
+
+            def step(context: Any = context) -> Tensor:
+                bucket.batch.begin()
+                hidden = skeleton.hidden(inputs.ids, inputs.positions, context, keep)
+                return skeleton.logits(hidden)
+
+            with torch.inference_mode():
+                found.append(replay_milliseconds(Capture(skeleton.device)(step)))
+    finally:
+        skeleton.bind_experts(experts)
+    return found[0], found[1]
 
 
 def print_kernels(engine: Engine, batch: int, lines: int = 16) -> None:
@@ -242,6 +288,7 @@ def main() -> None:
     parser.add_argument("--memory-budget", default="60GiB")
     parser.add_argument("--max-model-len", type=int, default=8192)
     parser.add_argument("--kernels", action="store_true", help="print the kernels of a step")
+    parser.add_argument("--parts", action="store_true", help="time a step without its experts")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
@@ -269,6 +316,9 @@ def main() -> None:
             for batch in options.batches:
                 rows.append(measure(engine, policy, batch, options.prompt, options.steps))
                 print(table(rows[-1:]).splitlines()[-1], flush=True)
+                if options.parts:
+                    beside, dense = device_parts(engine, batch)
+                    print(f"  without experts {beside:.3f} ms, nor attention {dense:.3f} ms")
                 if options.kernels:
                     print_kernels(engine, batch)
             engine.close()
