@@ -4,7 +4,8 @@ Which maps read the same input is not guessed from names: a probe shows which mo
 the same tensor, one right after the other or not (q, k, v; gate, up; gate, up and the gate of a
 shared expert; the two down-projections of MLA). Their weights are put together and become views
 of the whole, so that names stay and no byte is held twice. The modules' own code goes on calling
-them: the first call computes the product, the others take their part of it.
+them: the first call computes the product, the others take their part of it. Few rows, as in a
+decode step, are multiplied by the kernel of `pw_kernels.products`.
 
 A rewrite is kept only if the model gives the same logits as before.
 """
@@ -18,12 +19,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from pw.errors import ModelError
 from pw.models.experts import layer_of
 from pw.models.probing import TOLERANCE, Forward, probe_logits, relative_difference
-from pw_kernels import step
+from pw_kernels import products, step
 
 _log = logging.getLogger(__name__)
 _ROW_MULTIPLE = 8  # on a GPU: rows of a product whose stores are then aligned to 16 bytes
@@ -84,7 +84,7 @@ class JointProduct:
 
     def _part(self, number: int, x: Tensor) -> Tensor:
         if number == 0 or x is not self._input or self._parts[number] is None:
-            product = functional.linear(x, self._weight, self._bias)
+            product = _multiplied(self._weight, self._bias, x)
             sizes = [*self._sizes, self._padding] if self._padding else self._sizes
             self._input, self._parts = x, list(torch.split(product, sizes, -1))
         part = self._parts[number]
@@ -93,6 +93,29 @@ class JointProduct:
         if all(other is None for other in self._parts[: len(self._sizes)]):
             self._input, self._parts = None, []
         return part
+
+
+def _multiplied(weight: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:
+    """A linear map of x [..., K], by the kernel for few rows where there are few."""
+    rows = x.reshape(-1, x.shape[-1])
+    return products.product(rows, weight, bias).view(*x.shape[:-1], -1)
+
+
+def _forward(module: nn.Linear, x: Tensor) -> Tensor:
+    return _multiplied(module.weight, module.bias, x)
+
+
+def _few_rows(model: Any, joint: list[JointProduct]) -> list[nn.Linear]:
+    """Let linear maps that stand alone use that kernel, too; which these are."""
+    members = {id(module) for product in joint for module in product._modules}
+    alone = [
+        module
+        for module in model.modules()
+        if type(module) is nn.Linear and id(module) not in members and not module.weight.is_meta
+    ]
+    for module in alone:
+        module.__dict__["forward"] = partial(_forward, module)
+    return alone
 
 
 def fuse_linears(model: Any, forward: Forward) -> list[JointProduct]:
@@ -104,8 +127,7 @@ def fuse_linears(model: Any, forward: Forward) -> list[JointProduct]:
     """
     before, groups = _watch(model, forward)
     joint = [JointProduct(modules) for modules in groups]
-    if not joint:
-        return []
+    alone = _few_rows(model, joint)
     try:
         (after,) = probe_logits(model, forward)
         difference = relative_difference(after, before)
@@ -116,6 +138,8 @@ def fuse_linears(model: Any, forward: Forward) -> list[JointProduct]:
     if not difference <= TOLERANCE[model.dtype]:
         for product in joint:
             product.undo()
+        for module in alone:
+            del module.__dict__["forward"]
         _log.warning("linear maps of `%s` stay apart: %s", model.config.model_type, cause)
         return []
     return joint
