@@ -80,6 +80,7 @@ class Plan:
         widths: Least and greatest width that a block may have.
         overlap: Launches may begin while the one before ends.
         direct: A single token needs no list: each of its slots is a group.
+        routes: Blocks that share out all work find the slots of experts themselves.
     """
 
     token_tiles: int
@@ -89,6 +90,7 @@ class Plan:
     widths: tuple[int, int] = (2, MAX_BITS)
     overlap: bool = True
     direct: bool = False
+    routes: bool = False
 
     @property
     def classes(self) -> tuple[tuple[int, int, Tuning], ...]:
@@ -165,16 +167,16 @@ def fused_moe(
         )  # fmt: skip
     if plan is None:
         plan = choose_plan(count, experts, nvrtc.shared_bytes(device.index or 0))
-    direct = plan.direct and tokens == 1
+    direct, routes = plan.direct and tokens == 1, plan.routes and not (plan.direct and tokens == 1)
     modules = (gate_up, down)
-    if direct:
+    if direct or routes:
         routed = _unlisted(topk_ids, topk_weights, gate_up, live)
     else:
         routed = route(
             topk_ids, topk_weights, modules, _MMA_TOKENS * plan.token_tiles, plan.classes[0][1],
             statistics, live,
         )  # fmt: skip
-    x, groups = x.contiguous(), count if direct else len(routed.slots)
+    x, groups = x.contiguous(), count if direct or routes else len(routed.slots)
     hidden = torch.empty(count, down.cols, dtype=x.dtype, device=device)
     results = torch.empty(count, down.rows, dtype=torch.float32, device=device)
     for module, pages, source, target, bias in (
@@ -189,12 +191,13 @@ def fused_moe(
             target.data_ptr(), count, groups, TILE_BYTES,
         )  # fmt: skip
         given: tuple[ctypes.Structure, ...] = (arguments,)
-        if direct:
+        if direct or routes:
             given = (arguments, _direct(routed, pages, statistics))
         defines = {
             **shape_constants(pages, arena.shape[1]), "FLOAT16": int(x.dtype == torch.float16),
             "TOP_K": top_k, "GATED": 1 - module, "KIND": KINDS[activation],
             "BIAS": int(bias is not None), "EXPAND": 0, "DIRECT": int(direct),
+            "ROUTES": int(routes),
         }  # fmt: skip
         _launch_classes(plan, pages, groups, defines, given, device)
     combine(results, routed, out, overlap=plan.overlap)
@@ -251,10 +254,14 @@ def _launch_classes(
             "WK": tuning.split, "ITEMS": tuning.items, "BLOCKS": tuning.blocks,
             "TABLE_BITS": plan.register_bits + 1, "FIRST": first, "RESIDENT": tuning.resident,
             "PINGPONG": int(tuning.pingpong), "SHARES": int(tuning.shares),
-            "HYBRID": int(tuning.mixed), "PREFETCH": int(tuning.prefetch), "HALVED": int(tuning.halved),
+            "HYBRID": int(tuning.mixed), "PREFETCH": int(tuning.prefetch),
+            "HALVED": int(tuning.halved),
             "SHARED_BASE": nvrtc.reserved_shared_bytes(index),
         }  # fmt: skip
         shared = max(_shared_bytes(b, plan, tuning) for b in range(low, high + 1))
+        if defines["ROUTES"]:
+            constants["LIST_AT"] = shared
+            shared += 4 * _MMA_TOKENS * plan.token_tiles
         units = -(-(pairs << tuning.halved) // tuning.items)
         grid: tuple[int, ...] = (units, groups)
         if tuning.shares:

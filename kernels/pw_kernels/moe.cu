@@ -15,6 +15,7 @@
 //   SHARES        1: the blocks share out all work by the cost of widths; 0: a grid [units, groups], a unit being ITEMS items
 //   HYBRID        1: at 4 bits every second row block looks up in shared memory, which relieves the ALU
 //   HALVED        1: an item is half of the rows of a pair of row tiles (tables in registers only)
+//   ROUTES        1: blocks that share out all work find the slots of experts themselves; LIST_AT: where in shared memory
 //   PREFETCH      1: down brings all its planes to the L2 cache while it waits for gate_up (tables in registers only)
 //   DIRECT        1: one token, so that every slot is a group and no list is needed
 //   FIRST         1: the first launch of its module, which waits for what the launches before it wrote
@@ -34,6 +35,10 @@
 #endif
 #ifndef DIRECT
 #define DIRECT 0
+#endif
+#ifndef ROUTES
+#define ROUTES 0
+#define LIST_AT 0
 #endif
 #ifndef PREFETCH
 #define PREFETCH 0
@@ -148,9 +153,12 @@ struct Planes {
     return mad_wide(__ldg((const u32*)mad_wide(tile >> TILE_SHIFT, 4, pages) + p * PP), tile_bytes << TILE_SHIFT, inside);
   }
 };
+extern __shared__ __align__(128) unsigned char dynamic[];
+
 // The slot at a place of a group, slot_count where there is none.
 DI int slot_at(const Arguments& a, int group, int place) {
   if (DIRECT) return place ? a.slot_count : group;
+  if (ROUTES) return reinterpret_cast<const int*>(dynamic + LIST_AT)[place];
   return __ldg(a.slots + group * TOKENS + place);
 }
 // Sixteen bytes at byte `at` of the table in use.
@@ -593,8 +601,6 @@ template <int B> DI void expand_block(const Arguments& a, int4 work, u16* out, u
     }
   }
 }
-extern __shared__ __align__(128) unsigned char dynamic[];
-
 #define EACH_WIDTH TAKE(2) TAKE(3) TAKE(4) TAKE(5) TAKE(6) TAKE(7) TAKE(8)
 
 #if EXPAND
@@ -622,15 +628,17 @@ DI void run(const Arguments& a, int4 work, int first, int last) {
     }
   EACH_WIDTH
 }
-#if DIRECT
+#if DIRECT || ROUTES
 struct Direct {
-  const long long* ids;    // [TOP_K] experts of the token; outside [0, experts): none
+  const long long* ids;    // [S] experts of the token; outside [0, experts): none
   const int* bits;         // [E]
   const int* offsets;      // [E] bytes of tables in their regions
   const int* live;         // [1] tokens that are real, or null
   float* statistics;       // [2, E] sums of router weights and squares, added to as `route` does; or null
   int experts;
 };
+#endif
+#if DIRECT
 DI void count(const Arguments& a, const Direct& d, int slot) {
   long long expert = d.ids[slot], mass = 0, square = 0;
   if (expert < 0 || expert >= d.experts) return;
@@ -668,6 +676,100 @@ DI u32 sum_up_to(u32 value, int lane) {                         // of the lanes 
   }
   return value;
 }
+#if ROUTES
+// All units (ITEMS items each) of all groups, in the order of experts, each with the cost of its width, are cut into as many
+// parts of equal cost as there are blocks. A share is one or more pieces, each of one group: the work of piece `number` of this
+// block, whose slots are listed at LIST_AT. Found anew for each piece, so that nothing of it occupies registers.
+DI int4 piece(const Arguments& a, const Direct& d, int number, int& first, int& last) {
+  int thread = thread_index(), lane = thread & 31, expert = 0, group = 0;
+  u32* costs = reinterpret_cast<u32*>(dynamic);                 // [experts] slots, then costs
+  __syncthreads();                                              // the piece before is over
+  ROLLED for (int e = thread; e < d.experts; e += 32 * WARPS) costs[e] = 0;
+  __syncthreads();
+  int count = d.live ? min(d.live[0] * TOP_K, a.slot_count) : a.slot_count;
+  ROLLED for (int s = thread; s < count; s += 32 * WARPS) {
+    long long e = d.ids[s];
+    if (e >= 0 && e < d.experts) atomicAdd(costs + e, 1u);
+  }
+  __syncthreads();
+  ROLLED for (int e = thread; e < d.experts; e += 32 * WARPS) {
+    int width = d.bits[e];
+    costs[e] = LOW <= width && width <= HIGH ? (costs[e] + TOKENS - 1) / TOKENS * (cost(width) * UNITS) : 0;
+  }
+  __syncthreads();
+  auto of = [&](int e) { return e < d.experts ? costs[e] : 0; };
+  u32 all = 0, begin = 0;                                       // `begin`: of what is looked at, in the order of all units
+  ROLLED for (int e = 0; e < d.experts; e += 32) all += __shfl_sync(~0u, sum_up_to(of(e + lane), lane), 31);
+  u32 from = (u32)((u64)all * blockIdx.x / gridDim.x), to = (u32)((u64)all * (blockIdx.x + 1) / gridDim.x);
+  ROLLED for (; expert < d.experts; expert += 32) {             // to the expert that `from` lies in
+    u32 mine = of(expert + lane), end = sum_up_to(mine, lane), inside = __ballot_sync(~0u, begin + end > from);
+    int at = inside ? __ffs(inside) - 1 : 31;
+    begin += __shfl_sync(~0u, inside ? end - mine : end, at);
+    if (inside) { expert += at; break; }
+  }
+  if (expert >= d.experts) return make_int4(0, -1, 0, 0);
+  u32 end = begin + costs[expert], each = cost(d.bits[expert]);
+  group = (from - begin) / (each * UNITS);                      // and to the group there
+  begin += group * each * UNITS;
+  ROLLED for (int i = 0; i < number; i++) {
+    begin += each * UNITS;
+    group++;
+    if (begin >= to) return make_int4(0, -1, 0, 0);
+    if (begin < end) continue;
+    for (expert++; of(expert) == 0;) expert++;                  // there is one, as begin < to
+    group = 0;
+    each = cost(d.bits[expert]);
+    end = begin + costs[expert];
+  }
+  first = (max(from, begin) - begin + each - 1) / each;
+  last = (min(to, begin + each * UNITS) - begin + each - 1) / each;
+  if (thread < 32) {
+    int* list = reinterpret_cast<int*>(dynamic + LIST_AT);
+    int before = -group * TOKENS;                               // slots of this expert, from the group's first on
+    ROLLED for (int s = lane; s - lane < count; s += 32) {
+      bool mine = s < count && d.ids[s] == expert;
+      u32 votes = __ballot_sync(~0u, mine);
+      int place = before + __popc(votes & ((1u << lane) - 1));
+      if (mine && place >= 0 && place < TOKENS) list[place] = s;
+      before += __popc(votes);
+    }
+    for (int place = lane; place < TOKENS; place += 32)
+      if (place >= before) list[place] = a.slot_count;
+  }
+  __syncthreads();
+  return make_int4(0, expert, d.bits[expert], d.offsets[expert]);
+}
+// Router weights in fixed point, so that the sums do not depend on the order of the threads; as `route` adds them.
+DI void count_routing(const Arguments& a, const Direct& d) {
+  u64* sums = reinterpret_cast<u64*>(dynamic);                  // [2, experts]
+  int count = d.live ? min(d.live[0] * TOP_K, a.slot_count) : a.slot_count;
+  __syncthreads();
+  for (int e = threadIdx.x; e < 2 * d.experts; e += 32 * WARPS) sums[e] = 0;
+  __syncthreads();
+  for (int s = threadIdx.x; s < count; s += 32 * WARPS) {
+    long long e = d.ids[s];
+    if (e < 0 || e >= d.experts) continue;
+    double weight = a.weights[s];
+    atomicAdd(sums + e, (u64)__double2ll_rn(weight * 4294967296.0));
+    atomicAdd(sums + d.experts + e, (u64)__double2ll_rn(weight * weight * 4294967296.0));
+  }
+  __syncthreads();
+  for (int e = threadIdx.x; e < 2 * d.experts; e += 32 * WARPS) d.statistics[e] += (float)((double)(long long)sums[e] / 4294967296.0);
+}
+extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) experts(Arguments a, Direct d) {
+  if (FIRST && GATED) wait_for_earlier();
+  if (!FIRST || GATED) let_next_begin();
+  if ((u32)__cvta_generic_to_shared(dynamic) != SHARED_BASE) __trap();
+  ROLLED for (int number = 0;; number++) {
+    int first, last;
+    int4 work = piece(a, d, number, first, last);
+    if (work.y < 0) break;
+    if (first < last) run(a, work, first * ITEMS, min(last * ITEMS, ALL));
+  }
+  if (FIRST && GATED && d.statistics && blockIdx.x == 0) count_routing(a, d);
+  if (!FIRST || !GATED) wait_for_earlier();
+}
+#else
 DI int4 listed(const Arguments& a, int place) {
   if (place >= a.groups) return make_int4(0, -1, 0, 0);
   uint4 v = load_written(reinterpret_cast<const uint4*>(a.work + CLASS * a.groups + place));
@@ -718,5 +820,6 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) experts(Argumen
 #endif
   if (!FIRST || !GATED) wait_for_earlier();
 }
+#endif
 #endif
 #endif

@@ -125,6 +125,13 @@ class Case:
         rest = pointers(self.weights, work, slots, self.out)
         return Arguments(*where, 0, *rest, self.count, len(slots), TILE_BYTES)
 
+    def without_lists(self, live: torch.Tensor, counted: torch.Tensor) -> str:
+        """The call of a kernel that gets the router's choices."""
+        tables = (self.ids, self.placed.bits, self.placed.lut_offset, live, counted)
+        kinds = ("const long long", *["const int"] * 3, "float")
+        given = [f"({k}*){t.data_ptr()}ull" for k, t in zip(kinds, tables, strict=True)]
+        return f"experts(*(const Arguments*)all, Direct{{{', '.join(given)}, {len(WIDTHS)}}});"
+
     def check(self) -> None:
         want = torch.empty(self.count, self.rows)
         for slot, expert in enumerate(self.ids.tolist()):
@@ -171,19 +178,34 @@ def test_every_width_of_the_decode_kernel(
 
 
 @pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("low", [2, 5])
+def test_blocks_that_find_the_slots_themselves(tmp_path: Path, gated: bool, low: int) -> None:
+    case = Case(gated, tokens=25, top_k=3)
+    case.ids = case.ids % (9 - low) + low - 2  # the widths that the kernel takes
+    experts = len(WIDTHS)
+    live, counted = torch.full((1,), 24, dtype=torch.int32), torch.ones(2, experts)
+    defines = case.constants | {"ROUTES": 1, "SHARES": 1, "HYBRID": 1, "LOW": low}
+    defines |= {"ITEMS": 2, "LIST_AT": 200_000}
+    library = compile_kernel(tmp_path, case.without_lists(live, counted), defines)
+    arguments = case.arguments(torch.empty(0), torch.empty(0))
+    library.run(ctypes.byref(arguments), 7, 1, 64 * defines["WK"])
+    assert case.out[72:].isnan().all()  # the token that is not live
+    case.out, case.ids, case.count = case.out[:72], case.ids[:72], 72
+    case.weights = case.weights[:72]
+    case.check()
+    want = torch.ones(2, experts)
+    if gated:
+        reference.count_routing(want, case.ids[None], case.weights[None])
+    torch.testing.assert_close(counted, want)
+
+
+@pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("halved", [0, 1])
 def test_one_token_needs_no_list(tmp_path: Path, gated: bool, halved: int) -> None:
     case = Case(gated, tokens=1, top_k=len(WIDTHS))
     experts = len(WIDTHS)
     live, counted = torch.ones(1, dtype=torch.int32), torch.ones(2, experts)
-    tables = (case.ids, case.placed.bits, case.placed.lut_offset, live, counted)
-    direct = ", ".join(
-        f"({kind}*){tensor.data_ptr()}ull"
-        for kind, tensor in zip(
-            ("const long long", *["const int"] * 3, "float"), tables, strict=True
-        )
-    )
-    call = f"experts(*(const Arguments*)all, Direct{{{direct}, {experts}}});"
+    call = case.without_lists(live, counted)
     defines = case.constants | {"DIRECT": 1, "HYBRID": 1, "HALVED": halved}
     library = compile_kernel(tmp_path, call, defines)
     grid = ((defines["ROW_TILES"] + 1) // 2 << halved, experts)

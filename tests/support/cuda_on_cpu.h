@@ -37,6 +37,8 @@ inline u32 __shfl_up_sync(u32, u32 value, int step) {
   return warp_take(value, lane < step ? lane : lane - step);
 }
 inline u32 __ballot_sync(u32, bool vote) { return warp_vote(vote); }
+template <class T> T atomicAdd(T* where, T what) { T old = *where; *where += what; return old; }
+inline int __popc(u32 value) { return __builtin_popcount(value); }
 inline int __ffs(u32 value) { return __builtin_ffs((int)value); }
 inline void __trap() { abort(); }
 inline long long __double2ll_rn(double value) { return llrint(value); }
