@@ -9,6 +9,8 @@ from pathlib import Path
 from pw.errors import ConfigError
 
 WIDTHS = range(2, 9)  # widths a LUT can have
+LEAST_PAGE = 4096  # bytes
+_MOST_BYTES = 1 << 60  # what is more is a slip of the pen, and no 64-bit number holds its sums
 _SUFFIX = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 
 
@@ -19,7 +21,8 @@ def parse_bytes(text: str) -> int:
         ConfigError: The text is not a size.
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmg]i?)?b?\s*", text.lower())
-    if not match or (size := int(float(match[1]) * _SUFFIX[match[2] or ""])) <= 0:
+    size = int(float(match[1]) * _SUFFIX[match[2] or ""]) if match and len(text) < 30 else 0
+    if not 0 < size < _MOST_BYTES:
         raise ConfigError(f"not a size in bytes: `{text}`", "write it like `24MiB` or `10GB`")
     return size
 
@@ -185,6 +188,17 @@ class PlannerConfig:
                 "watermarks must satisfy 0 <= low < high <= 1: "
                 f"low {self.low_watermark}, high {self.high_watermark}"
             )
+        if self.routing_window < 1:
+            raise ConfigError(f"routing_window must be at least 1 token: {self.routing_window}")
+        if self.dwell_steps < 0 or self.forecast_steps < 0:
+            raise ConfigError(
+                "dwell_steps and forecast_steps must not be negative: "
+                f"{self.dwell_steps}, {self.forecast_steps}"
+            )
+        if self.hot_expert_floor is not None and self.hot_expert_floor not in WIDTHS:
+            raise ConfigError(f"hot_expert_floor must be 2 to 8 bits: {self.hot_expert_floor}")
+        if not 0 <= self.layer_floor <= WIDTHS[-1]:
+            raise ConfigError(f"layer_floor must be 0 to 8 bits: {self.layer_floor}")
 
 
 @dataclass(frozen=True)
@@ -239,6 +253,15 @@ class EngineConfig:
                 "max_num_seqs and max_num_batched_tokens must be at least 1: "
                 f"{self.max_num_seqs}, {self.max_num_batched_tokens}"
             )
+        if self.max_num_queued_reqs < 0:
+            raise ConfigError(
+                f"max_num_queued_reqs must not be negative: {self.max_num_queued_reqs}"
+            )
+        if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
+            raise ConfigError(f"device must be auto, cpu or cuda: `{self.device}`")
+        page = self.page_bytes
+        if page is not None and (page < LEAST_PAGE or page & (page - 1)):
+            raise ConfigError(f"page_bytes must be a power of two from {LEAST_PAGE}: {page}")
 
     def _check_ranks(self) -> None:
         size = self.tensor_parallel_size

@@ -147,8 +147,11 @@ def _from_os(error: OSError) -> PwError:
 
 
 def print_error(error: PwError) -> None:
-    """Print `error: ...` and, when there is one, `hint: ...` on stderr."""
-    print(f"error: {error.message}", file=sys.stderr)
+    """Print `error: ...` and, when there is one, `hint: ...` on stderr, a line each.
+
+    What a library has said may have several.
+    """
+    print(f"error: {' '.join(error.message.split())}", file=sys.stderr)
     if error.hint:
         print(f"hint: {error.hint}", file=sys.stderr)
 

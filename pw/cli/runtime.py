@@ -52,10 +52,9 @@ def generate(
     params = sampling.params(runtime.seed)
     text = sys.stdin.read() if prompt is None else prompt
     path = model_folder(model, runtime, quiet=common.quiet)
+    check_settings(path, config)
     if not common.quiet:
         print(f"loading {path} ...", file=sys.stderr)
-
-    check_settings(path, config)
 
     from pw.engine import Engine
 

@@ -8,6 +8,7 @@ import pytest
 from pw import __version__
 from pw.cli import app
 from pw.cli.options import Planner, Runtime
+from pw.errors import ModelError
 from support.cli import run
 
 COMMANDS = [
@@ -86,6 +87,18 @@ def test_every_command_has_help_and_the_common_flags(command: str) -> None:
         ("serve x --precision-policy magic", 2, "unknown precision policy: `magic`", "adaptive"),
         ("serve x --max-model-len 3q", 2, "--max-model-len must be tokens", ""),
         ("serve x --low-watermark 0.5 --high-watermark 0.2", 2, "low 0.5, high 0.2", ""),
+        ("serve x --device tpu", 2, "device must be auto, cpu or cuda: `tpu`", ""),
+        ("serve x --page-bytes 3KiB", 2, "page_bytes must be a power of two from 4096: 3072", ""),
+        ("serve x --page-bytes 2KiB", 2, "page_bytes must be a power of two from 4096: 2048", ""),
+        ("serve x --routing-window 0", 2, "routing_window must be at least 1 token: 0", ""),
+        ("serve x --dwell-steps -5", 2, "must not be negative: -5, 32", ""),
+        ("serve x --forecast-steps -5", 2, "must not be negative: 16, -5", ""),
+        ("serve x --hot-expert-floor 99", 2, "hot_expert_floor must be 2 to 8 bits: 99", ""),
+        ("serve x --layer-floor 9", 2, "layer_floor must be 0 to 8 bits: 9.0", ""),
+        ("serve x --layer-floor nan", 2, "layer_floor must be 0 to 8 bits: nan", ""),
+        ("serve x --max-num-queued-reqs -1", 2, "max_num_queued_reqs must not be negative: -1", ""),
+        ("serve x --memory-budget 99999999999GiB", 2, "not a size in bytes: `99999999999GiB`", ""),
+        ("serve x --memory-budget inf", 2, "not a size in bytes: `inf`", ""),
         ("serve x --planner best", 2, "planner must be hull or greedy: `best`", ""),
         ("generate x hi --temperature 3", 2, "temperature must be between 0 and 2: 3.0", ""),
         ("calibrate tiny --max-bits many", 2, "--max-bits must be a number or auto: `many`", ""),
@@ -225,6 +238,17 @@ def test_ctrl_c_says_what_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
         done = run(command, "tiny", "-o", str(output))
         assert done.code == 130
         assert done.err == f"kept in {output}.partial; the same command goes on\ninterrupted\n"
+
+
+def test_words_of_a_library_are_one_line_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object, **__: object) -> Path:
+        raise ModelError("cannot read its config: Validation error:\n    TypeError: expected int")
+
+    monkeypatch.setattr("pw.cli.inspection.artifact_path", refused)
+    done = run("inspect", "x.pw")
+    assert done.err == (
+        "error: cannot read its config: Validation error: TypeError: expected int\n"
+    )
 
 
 def test_what_the_system_refuses_is_one_line(tmp_path: Path) -> None:
