@@ -20,8 +20,8 @@ Hence reloads
   without a flap reset it;
 - wait `idle_grace_seconds` once the engine is idle: between two requests of one conversation planes
   would only come back to be given up again;
-- spend a token bucket that holds one second of `transfer_budget_bytes`, in chunks of at least a
-  quarter of it while more is wanted.
+- spend a token bucket that holds one second of `transfer_budget_bytes`, all of it at a time while
+  more is wanted: a plan takes the host longer than a decode step, so few steps may have one.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ from pw.config import PlannerConfig
 
 LONGEST_DWELL = 8  # in units of dwell_steps
 HELD_UP = ("grace", "moving", "dwell", "transfer_budget")  # reasons that time alone removes
-_CHUNKS = 4  # a full bucket is worth this many reload chunks
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +170,7 @@ class PressurePolicy:
 
     def _reload(self, now_step: int, wanted: int, reason: str) -> Decision:
         affordable = int(self._tokens // self.page_bytes)
-        chunk = max(1, int(self._capacity / _CHUNKS // self.page_bytes))
+        chunk = max(1, int(self._capacity // self.page_bytes))
         if affordable < min(wanted, chunk):
             return Decision(reason="transfer_budget")
         pages = min(wanted, affordable)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -348,3 +349,20 @@ def test_a_step_waits_for_few_raises_of_a_large_plan(qwen: tuple[Any, Path], idl
     assert max(begun) == (table.geometry.blocks if idle else STARTS)
     (planned,) = [p for p in engine.status().plan_history if p["moves"] == table.geometry.blocks]
     assert planned["mean_bits"] == 6
+
+
+def test_room_for_less_than_a_plane_is_not_planned_for(qwen: tuple[Any, Path]) -> None:
+    engine = open_engine(qwen[1])
+    precision: Any = engine._parts.precision
+    table: Any = engine._parts.table
+    assert precision._least_raise() == math.inf  # all is at its widest
+    engine.set_policy("static:3")
+    engine.set_policy("adaptive")
+    pages = table.cost_bytes() // engine.status().page_bytes
+    least = int((pages[:, 2] - pages[:, 1]).min())  # from 3 bits to 4
+    assert precision._least_raise() == least > 0
+    runs = precision.plan_runs
+    assert not precision._reload(least - 1, "headroom")
+    assert precision.plan_runs == runs
+    assert precision._reload(least, "headroom")
+    assert precision.plan_runs == runs + 1

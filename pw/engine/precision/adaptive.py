@@ -32,6 +32,9 @@ logger = logging.getLogger(__name__)
 
 _REST_TURNS = 256  # before a block whose transfer failed is planned for again
 STARTS = 8  # raises begun at one safe point: each takes the host a tenth of a millisecond
+# Raises under way while anything runs, as many as fill the mover's chunks: the rest of a plan is
+# begun as they land, evenly, and keeps no pages until then.
+UNDER_WAY = 32
 
 
 class AdaptivePrecision(PrecisionBase):
@@ -206,6 +209,8 @@ class AdaptivePrecision(PrecisionBase):
 
         The others follow at later safe points, so that no step waits long for the host.
         """
+        if pages < self._least_raise():
+            return False  # what a plan would find, at a hundredth of its time
         with self._planning():
             found = plan_reload(self._state(hard=False), pages * self._page_bytes)
         self._agenda.extend((move, reason) for move in found.moves)
@@ -217,12 +222,27 @@ class AdaptivePrecision(PrecisionBase):
             self._note_plan(reason, (*started, *later), taken, pages, later)
         return bool(started)
 
+    def _least_raise(self) -> float:
+        """Fewest pages that the next plane of any block takes; infinite where none may rise."""
+        bits = self._table.committed
+        rising = (bits < self._max_bits) & (self._rests_until <= self._turn)
+        rising[list(self._table.in_transfer)] = False
+        blocks = np.flatnonzero(rising)
+        if not len(blocks):
+            return math.inf
+        width = bits[blocks] - self._table.min_bits
+        more = self._cost[blocks, width + 1] - self._cost[blocks, width]
+        return int(more.min()) // self._page_bytes
+
     def _begin_planned(self, keep: int) -> list[Move]:
         """Begin raises of the agenda that still hold and leave `keep` pages free; some at a time
         while anything runs.
         """
         started: list[Move] = []
-        while self._agenda and (self._idle or len(started) < STARTS):
+        under_way = self._table.in_transfer
+        while self._agenda:
+            if not self._idle and (len(started) >= STARTS or len(under_way) >= UNDER_WAY):
+                break
             move, reason = self._agenda.popleft()
             moving = move.block in self._table.in_transfer
             if moving or self._table.committed[move.block] != move.from_bits:

@@ -41,6 +41,8 @@ class DummySource:
         self.architecture = Architecture.load(path)
         self.model_name = path.name
         self.artifact_hash = sha256_file(path / "config.json")
+        self._planes: dict[tuple[int, int, int], NDArray[np.uint8]] = {}  # made so far
+        self._luts: dict[tuple[int, int], NDArray[np.uint8]] = {}  # by rows and width
 
     @property
     def geometry(self) -> ExpertGeometry:
@@ -57,10 +59,13 @@ class DummySource:
     def read_lut(self, key: BlockKey, bits: int, out: NDArray[np.uint8]) -> None:
         """Quantiles of a normal distribution in every row: [N padded, 2^bits]."""
         rows = padded_rows(self.geometry.shape(key.module).rows)
-        middle = (torch.arange(1 << bits) + 0.5) / (1 << bits)
-        values: Tensor = torch.special.ndtri(middle.double()) * STANDARD_DEVIATION
-        table = values.to(self.lut_dtype).repeat(rows, 1)
-        out[:] = table.view(torch.uint8).numpy().reshape(-1)
+        made = self._luts.get((rows, bits))
+        if made is None:
+            middle = (torch.arange(1 << bits) + 0.5) / (1 << bits)
+            values: Tensor = torch.special.ndtri(middle.double()) * STANDARD_DEVIATION
+            table = values.to(self.lut_dtype).repeat(rows, 1)
+            made = self._luts[rows, bits] = table.view(torch.uint8).numpy().reshape(-1)
+        out[:] = made
 
     def has_table(self, stage: str) -> bool:
         """Whether `table` makes it up."""

@@ -32,8 +32,9 @@ from pw.evaluation.bench.filling import Ballast, fill
 from pw.evaluation.bench.floor import copy_bandwidth, step_bytes
 from pw.evaluation.bench.tables import at_equal_bytes, line, speedups
 
-_SETTLE = 64  # steps at most until planes rest
+_SETTLE = 40  # steps before the measured ones: planes rest, and contexts grow alike in all cells
 _REST = 12  # steps behind the measured ones
+_REPLAYS = 20
 _TINY = 1e-9  # a watermark of no page
 
 
@@ -195,6 +196,7 @@ class _Cell:
             self._set_bytes()
             first = None
             if self._batch * self._context <= matrix.prompt_tokens:
+                _first_tokens(engine, self._batch, self._context, 1000 + self._batch)  # compiles
                 first = _first_tokens(engine, self._batch, self._context, self._batch)
             prompts = _prompts(engine, self._batch, self._context, seed=0)
             names = fill(engine, prompts, matrix.tokens)
@@ -202,9 +204,10 @@ class _Cell:
             for request in list(engine._sequences):
                 engine.abort(request)
             return name | {"left_out": str(error)}
-        _settle(engine)
+        _timed(engine, _SETTLE)
         times = _timed(engine, matrix.steps)
         status = engine.status()
+        device = _device_milliseconds(engine, self._batch)
         read = step_bytes(engine)
         for request in names:
             engine.abort(request)
@@ -214,9 +217,11 @@ class _Cell:
             "tokens_per_second": self._batch * len(times) / (sum(times) / 1e3),
             "itl_p50_ms": median,
             "itl_p99_ms": float(np.percentile(times, 99)),
+            "device_ms": device,
             "ttft_ms": None if first is None else first[0],
             "ttft_last_ms": None if first is None else first[1],
             "mean_bits": status.mean_bits,
+            "blocks_by_bits": status.blocks_by_bits,
             "moves_in_flight": status.moves_in_flight,
             "experts_read": read.experts_read,
             "read_bytes": asdict(read) | {"total": read.total},
@@ -260,15 +265,6 @@ def _first_tokens(engine: Engine, batch: int, context: int, seed: int) -> tuple[
     return float(np.mean(times)), times[-1]
 
 
-def _settle(engine: Engine) -> None:
-    """Step until planes rest, a few steps at least."""
-    for number in range(_SETTLE - 1):
-        engine.step()
-        resting = engine.status().moves_in_flight == 0 and not engine._parts.precision.pending
-        if number >= 8 and resting:
-            return
-
-
 def _timed(engine: Engine, steps: int) -> list[float]:
     times = []
     for _ in range(steps):
@@ -276,6 +272,24 @@ def _timed(engine: Engine, steps: int) -> list[float]:
         engine.step()
         times.append((time.perf_counter() - started) * 1e3)
     return times
+
+
+def _device_milliseconds(engine: Engine, batch: int) -> float | None:
+    """Of a captured step replayed back to back, on what its last step left; None by calls."""
+    steps = engine._parts.runner.steps
+    if steps is None or not torch.cuda.is_available():
+        return None
+    run = steps.bucket(batch).run
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    with torch.inference_mode():
+        run()
+        begin.record()
+        for _ in range(_REPLAYS):
+            run()
+        end.record()
+    end.synchronize()
+    milliseconds: float = begin.elapsed_time(end)
+    return milliseconds / _REPLAYS
 
 
 def longest_contexts(

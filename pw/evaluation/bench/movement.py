@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -150,6 +150,8 @@ class Steps:
                 left -= self._spell(moving=False)
         for name in names:
             engine.abort(name)
+        counts = (len(self.times[kind]) for kind in (True, False))
+        _tell("batch {}, turn {}: {} moving and {} quiet steps".format(self._batch, turn, *counts))
 
     @property
     def _moves(self) -> bool:
@@ -166,7 +168,7 @@ class Steps:
 
     def _spell(self, *, moving: bool) -> int:
         """A few steps, each noted where it belongs; how many."""
-        engine, precision = self._engine, self._engine._parts.precision
+        engine, precision = self._engine, cast("Any", self._engine._parts.precision)
         plain, points = precision.safe_point, list[float]()
 
         def timed(*arguments: Any) -> None:
@@ -174,7 +176,7 @@ class Steps:
             plain(*arguments)
             points.append((time.perf_counter() - started) * 1e3)
 
-        precision.safe_point = timed  # type: ignore[method-assign]
+        precision.safe_point = timed
         try:
             for _ in range(_SPELL):
                 before = self._moves
@@ -188,6 +190,10 @@ class Steps:
         finally:
             del precision.safe_point
         return _SPELL
+
+
+def _tell(text: str) -> None:
+    print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
 
 
 @contextmanager
@@ -231,12 +237,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with tempfile.TemporaryDirectory() as folder:
             engine = _engine(options, Path(folder))
+        _tell("the engine is ready")
         device = engine._parts.arena.pages.device
+        steps = {}
+        for batch in options.batch:
+            steps[f"batch_{batch}"] = found = Steps(engine, batch).run(options.steps)
+            _tell(str(found))
         rates = {
             f"copies_of_{size >> 10}_KiB_GB_s": rate(device, size, options.copied)
             for size in COPY_BYTES
         }
-        steps = {f"batch_{n}": Steps(engine, n).run(options.steps) for n in options.batch}
         engine.close()
     except PwError as error:
         print(f"error: {error}", file=sys.stderr)
