@@ -231,6 +231,7 @@ def matrix(
     prompt_tokens: Annotated[
         int, typer.Option(help="Tokens of a batch's real prompts, at most; contexts are filled.")
     ] = 16384,
+    seconds: Annotated[float, typer.Option(help="No cell is begun after so many.")] = float("inf"),
     transformers: Annotated[
         bool, typer.Option("--transformers", help="Its `generate` too, one sequence, same shape.")
     ] = False,
@@ -263,10 +264,12 @@ def matrix(
     cells = Matrix(
         steps=steps,
         prompt_tokens=prompt_tokens,
+        seconds=seconds,
         **{name: tuple(value) for name, value in given.items() if value},  # type: ignore[arg-type]
     )
+    settings = asdict(cells) | {"seconds": None if seconds == float("inf") else seconds}
     tell = (lambda _: None) if common.quiet else (lambda text: typer.echo(text, err=True))
-    figures = {"model": model, "settings": asdict(cells)} | run_matrix(path, config, cells, tell)
+    figures = {"model": model, "settings": settings} | run_matrix(path, config, cells, tell)
     if transformers:
         figures["transformers"] = transformers_generate(path, device_of(config), cells.contexts)
     if budget is not None:

@@ -155,6 +155,12 @@ def test_what_does_not_fit_is_said_and_the_rest_is_measured(folder: Path) -> Non
     assert "is too small" in nothing["cells"][0]["left_out"]
 
 
+def test_cells_that_come_too_late_are_named(folder: Path) -> None:
+    found = run_matrix(folder, CONFIG, replace(SMALL, seconds=0.0))
+    assert [cell["policy"] for cell in found["cells"]] == list(SMALL.policies)
+    assert {cell["left_out"] for cell in found["cells"]} == {"no time left"}
+
+
 def test_ratios_of_cells() -> None:
     def cell(policy: str, speed: float, planes: int) -> dict[str, Any]:
         names = ("luts", "experts_dense", "dense", "kv", "tables", "workspace")

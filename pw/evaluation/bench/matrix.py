@@ -15,6 +15,7 @@ that the bytes of its weights stay those.
 from __future__ import annotations
 
 import gc
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -35,6 +36,7 @@ from pw.evaluation.bench.tables import at_equal_bytes, line, speedups
 _SETTLE = 40  # steps before the measured ones: planes rest, and contexts grow alike in all cells
 _REST = 12  # steps behind the measured ones
 _REPLAYS = 20
+_LATE = "no time left"
 _TINY = 1e-9  # a watermark of no page
 
 
@@ -54,6 +56,7 @@ class Matrix:
     contexts: Sequence[int] = (1024, 8192)
     steps: int = 100  # measured
     prompt_tokens: int = 16384  # of real prompts of a batch, at most
+    seconds: float = math.inf  # after which no cell is begun
 
     def __post_init__(self) -> None:
         if not self.policies or min((*self.batches, *self.contexts, self.steps, 1)) < 1:
@@ -109,8 +112,11 @@ def run_matrix(
         ),
     )
     cells: list[dict[str, Any]] = []
-    bandwidth = None
+    bandwidth, ends = None, time.monotonic() + matrix.seconds
     for group in _by_engine(matrix.policies):
+        if time.monotonic() > ends:
+            cells += [{"policy": policy, "left_out": _LATE} for policy in group]
+            continue
         engine = _start(folder, config, group[0], cells, matrix, advance)
         if engine is None:
             continue
@@ -120,7 +126,10 @@ def run_matrix(
             for context in sorted(matrix.contexts):
                 for batch in sorted(matrix.batches):
                     cell = _Cell(engine, ballast, policy, batch, context, matrix)
-                    cells.append(cell.measure(bandwidth))
+                    late = time.monotonic() > ends
+                    cells.append(
+                        cell.name | {"left_out": _LATE} if late else cell.measure(bandwidth)
+                    )
                     advance(line(cells[-1]))
         _end(engine)
         del engine, ballast, cell
@@ -187,11 +196,11 @@ class _Cell:
     ) -> None:
         self._engine, self._ballast, self._matrix = engine, ballast, matrix
         self._policy, self._batch, self._context = policy, batch, context
+        self.name = {"policy": policy, "batch": batch, "context": context}
 
     def measure(self, bandwidth: float) -> dict[str, Any]:
         """The figures; why there are none, where the contexts do not fit."""
-        name = {"policy": self._policy, "batch": self._batch, "context": self._context}
-        engine, matrix = self._engine, self._matrix
+        name, engine, matrix = self.name, self._engine, self._matrix
         try:
             self._set_bytes()
             first = None
