@@ -286,8 +286,10 @@ def _shared_bytes(bits: int, plan: Plan, tuning: Tuning) -> int:
     parts = warps * tokens * 1024
     if bits <= plan.register_bits:
         spread = 4096 if bits == 4 and tuning.mixed else 0
-        rows = (2 * (64 << bits) + parts + warps * 2 * bits * 512) >> tuning.halved
-        return spread + rows + warps * 2 * tokens * 2048
+        stages = warps * 2 * ((bits * 512 >> tuning.halved) + tokens * 2048)
+        if tuning.items == 1 and not tuning.shares:
+            return spread + stages
+        return spread + stages + ((2 * (64 << bits) + parts) >> tuning.halved)
     tiles = 1
     while (
         2 * tiles * (256 << bits) <= tuning.resident

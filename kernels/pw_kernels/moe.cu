@@ -199,7 +199,7 @@ template <int ROW_BLOCKS> DI void put(float* parts, float (*acc)[NT][4], int lan
   UNROLL for (int i = 0; i < 4 * ROW_BLOCKS * NT; i++) parts[i * 32 + lane] = acc[i % ROW_BLOCKS][i / ROW_BLOCKS >> 2][i / ROW_BLOCKS & 3];
 }
 // Of the pair of row tiles `pair`, from row block `block` on.
-template <int SPLIT, int ROW_BLOCKS> DI void finish(const Arguments& a, const float* parts, int pair, int block, int group, int expert, int lane, int warp) {
+template <int SPLIT, int ROW_BLOCKS, int STRIDE = 128 * ROW_BLOCKS * NT> DI void finish(const Arguments& a, const float* parts, int pair, int block, int group, int expert, int lane, int warp) {
   constexpr int SUMS = 4 * ROW_BLOCKS * NT;
   ROLLED for (int i = warp; i < SUMS; i += WARPS) {
     int which = i / ROW_BLOCKS;
@@ -207,7 +207,7 @@ template <int SPLIT, int ROW_BLOCKS> DI void finish(const Arguments& a, const fl
     if (slot >= a.slot_count) continue;
     float sum[2] = {0.0f, 0.0f};
     UNROLL for (int half = 0; half < 2; half++)
-      UNROLL for (int w = 0; w < SPLIT; w++) sum[half] += parts[((half * SPLIT + w) * SUMS + i) * 32 + lane];
+      UNROLL for (int w = 0; w < SPLIT; w++) sum[half] += parts[(half * SPLIT + w) * STRIDE + i * 32 + lane];
     int row = (lane >> 2) + 16 * (i % ROW_BLOCKS + block) + 8 * ((which >> 1) & 1);
     if (GATED) {
       int n = pair * 32 + row;
@@ -306,9 +306,14 @@ DI void slot_low(const Table<B>* table, const u32 (*words)[2 * ROW_BLOCKS], cons
 template <int B> DI void run_low(const Arguments& a, int4 work, int first, int last, unsigned char* shared) {
   constexpr int ROW_BLOCKS = HALVED ? 1 : 2, TABLE = (32 << B) * ROW_BLOCKS, PLANE = 256 * ROW_BLOCKS, STAGE = B * PLANE + NT * 2048, SUMS = 4 * ROW_BLOCKS * NT;
   int thread = thread_index(), lane = thread & 31, warp = thread >> 5, wk = warp % WK, half = warp / WK, group = work.x, expert = work.y;
-  unsigned char* tables = shared + (MIXED<B> ? 4096 : 0);      // [2 halves] raw entries of an item's rows
-  float* parts = reinterpret_cast<float*>(tables + 2 * TABLE); // [2 halves][WK][SUMS][32]
-  unsigned char* stages = tables + 2 * TABLE + WARPS * SUMS * 128 + warp * 2 * STAGE;
+  // Raw entries of an item's rows [2 halves]; sums [2 halves][WK][STRIDE]. With a single item they lie in stages: the first
+  // ones in what is not yet used, the others in what is used no more.
+  constexpr bool SINGLE = !SHARES && ITEMS == 1;
+  constexpr int STRIDE = SINGLE ? STAGE / 2 : SUMS * 32;
+  unsigned char* rest = shared + (MIXED<B> ? 4096 : 0);
+  unsigned char* tables = rest + (SINGLE ? STAGE : 0);
+  float* parts = reinterpret_cast<float*>(rest + (SINGLE ? 0 : 2 * TABLE));
+  unsigned char* stages = rest + (SINGLE ? 0 : 2 * TABLE + WARPS * SUMS * 128) + warp * 2 * STAGE;
   u32 to = (u32)__cvta_generic_to_shared(stages), to_planes = to + lane * (PLANE / 32), to_inputs = to + B * PLANE + lane * 16, lane4 = lane * 4 + half * 128;
   Planes planes(a, expert, lane);
   Inputs inputs(a, group, lane);
@@ -360,8 +365,8 @@ template <int B> DI void run_low(const Arguments& a, int4 work, int first, int l
         *reinterpret_cast<uint4*>(at) = make_uint4(v, v, v, v);
         *reinterpret_cast<uint4*>(at + 256) = make_uint4(w, w, w, w);
       }
-    if (now > first) finish<WK, ROW_BLOCKS>(a, parts, pair_of(now - 1), block_of(now - 1), group, expert, lane, warp);
-    if (MIXED<B> || last - first > 1) __syncthreads();
+    if (now > first) finish<WK, ROW_BLOCKS, STRIDE>(a, parts, pair_of(now - 1), block_of(now - 1), group, expert, lane, warp);
+    if (MIXED<B> || SINGLE || last - first > 1) __syncthreads();
     if (now + 1 < last) copy_tables(now + 1);
     if (wk >= COL_TILES) commit();
     float acc[ROW_BLOCKS][NT][4];
@@ -393,10 +398,10 @@ template <int B> DI void run_low(const Arguments& a, int4 work, int first, int l
       slot_low<B, ROW_BLOCKS, 3>(table, words, merged, lane4, x, acc);
       stage = STAGE - stage;
     }
-    put<ROW_BLOCKS>(parts + warp * SUMS * 32, acc, lane);
+    put<ROW_BLOCKS>(parts + warp * STRIDE, acc, lane);
   }
   __syncthreads();
-  finish<WK, ROW_BLOCKS>(a, parts, pair_of(last - 1), block_of(last - 1), group, expert, lane, warp);
+  finish<WK, ROW_BLOCKS, STRIDE>(a, parts, pair_of(last - 1), block_of(last - 1), group, expert, lane, warp);
 }
 
 // ---- up to 8 bits: tables in shared memory, every lane owning a bank ------------------------------------------
@@ -816,7 +821,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) experts(Argumen
   }
 #else
   int4 work = listed(a, blockIdx.y);
-  if (work.y >= 0) run(a, work, blockIdx.x * ITEMS, min((int)(blockIdx.x + 1) * ITEMS, ALL));
+  int first = blockIdx.x * ITEMS;
+  if (work.y >= 0) run(a, work, first, ITEMS == 1 ? first + 1 : min(first + ITEMS, ALL));
 #endif
   if (!FIRST || !GATED) wait_for_earlier();
 }
