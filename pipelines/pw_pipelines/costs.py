@@ -25,6 +25,26 @@ class QuantizeCosts:
     floor_seconds: float  # see `floor_seconds`
 
 
+def forward_operations(checkpoint: Checkpoint, tokens: int) -> int:
+    """Of the products with weights when all layers read so many tokens once, head left out."""
+    dense = checkpoint.dense_weights_in_layers()
+    return 2 * tokens * (_routed_weights(checkpoint) + dense)
+
+
+def sensitivity_operations(checkpoint: Checkpoint, tokens: int, widths: int) -> int:
+    """Of the products that gradients at all block outputs take, and errors at all widths."""
+    config = checkpoint.architecture.config
+    head = int(config.vocab_size) * int(config.hidden_size)
+    errors = _routed_weights(checkpoint) * widths
+    return 2 * forward_operations(checkpoint, tokens) + 2 * tokens * (2 * head + errors)
+
+
+def _routed_weights(checkpoint: Checkpoint) -> int:
+    """Weights of the experts that one token visits, in all layers."""
+    geometry = checkpoint.geometry
+    return geometry.weights * geometry.top_k // geometry.experts
+
+
 def floor_seconds(
     checkpoint: Checkpoint,
     tokens: int,
@@ -33,10 +53,9 @@ def floor_seconds(
     device: torch.device,
 ) -> float:
     """Least time of `quantize` here: its matrix products at the speed of one large product."""
-    geometry, joint = checkpoint.geometry, config.codebook == "joint"
-    routed = geometry.weights * geometry.top_k // geometry.experts
-    operations = 2 * tokens * (routed + checkpoint.dense_weights_in_layers())
-    if joint:
+    geometry = checkpoint.geometry
+    operations = forward_operations(checkpoint, tokens)
+    if config.codebook == "joint":
         squares = sum(geometry.shape(module).cols ** 2 for module in MODULES)
         operations += 2 * tokens * geometry.top_k * len(geometry.layers) * squares
         for shape in map(geometry.shape, MODULES):
@@ -58,7 +77,28 @@ def print_costs(
     progress.note(f"audit: expected {expected} expert blocks, quantized {quantized}")
     if not done:
         progress.note(
-            f"read {costs.bytes_read:,} bytes, {costs.bytes_read / costs.bytes_least:.1f} times "
-            f"the checkpoint: for its digest, to fit, to copy what is not quantized; "
-            f"floor: matrix products alone take {costs.floor_seconds:.1f} s here"
+            f"{_read(costs.bytes_read, costs.bytes_least)}: for its digest, to fit, to copy what "
+            f"is not quantized; {_floor(costs.floor_seconds)}"
         )
+
+
+def print_reading(
+    stage: str,
+    seconds: float,
+    checkpoint: Checkpoint,
+    operations: int,
+    device: torch.device,
+    progress: Progress,
+) -> None:
+    """Say what a stage took that reads text, from opening to its table."""
+    floor = operations * seconds_per_operation(device)
+    read = _read(checkpoint.shards.bytes_read, checkpoint.shards.nbytes)
+    progress.note(f"{stage}: {seconds:.1f} s; {read}; {_floor(floor)}")
+
+
+def _read(count: int, least: int) -> str:
+    return f"read {count:,} bytes, {count / least:.1f} times the checkpoint"
+
+
+def _floor(seconds: float) -> str:
+    return f"floor: matrix products alone take {seconds:.1f} s here"

@@ -12,6 +12,7 @@ Axes: L MoE layers, E experts, M modules (gate_up, down), W widths, N rows, K co
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +31,7 @@ from pw.models.tokenizer import load_tokenizer
 from pw.store.artifact import Artifact
 from pw_pipelines.agreement import Agreement, measure_agreement
 from pw_pipelines.calibration import calibration_set
+from pw_pipelines.costs import print_reading, sensitivity_operations
 from pw_pipelines.gpu_memory import free_bytes
 from pw_pipelines.moments import THIN_TOKENS, Moments
 from pw_pipelines.observation import CPU, ObservedModel, adding_up, part_of
@@ -197,7 +199,7 @@ def run(
     Raises:
         PwError: See its subclasses.
     """
-    artifact, where = Artifact.open(path), ranks.device(device)
+    started, artifact, where = time.perf_counter(), Artifact.open(path), ranks.device(device)
     checkpoint = source_checkpoint(artifact, model)
     samples = calibration_set(config, load_tokenizer(artifact.path), vocabulary_of(checkpoint))
     inputs = {**artifact.digests("quantize", "moments"), "calibration": samples.digest}
@@ -219,6 +221,11 @@ def run(
         ranks.wait()
         savepoint.clear()
         artifact = Artifact.open(path)
+        print_reading(
+            STAGE, time.perf_counter() - started, checkpoint,
+            sensitivity_operations(checkpoint, samples.windows.numel(), len(blocks.widths)),
+            observed.device, progress,
+        )  # fmt: skip
     else:
         progress.note("sensitivity: done already")
     report = _report(artifact, samples.windows)

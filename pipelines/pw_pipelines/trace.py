@@ -10,6 +10,7 @@ M modules (gate_up, down), W widths, K columns, F features.
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,6 +27,7 @@ from pw.models.tokenizer import load_tokenizer
 from pw.store.artifact import Artifact
 from pw.store.tables import Table
 from pw_pipelines.calibration import CalibrationSet, calibration_set
+from pw_pipelines.costs import forward_operations, print_reading
 from pw_pipelines.observation import CPU, ObservedModel, batches, part_of
 from pw_pipelines.progress import Progress
 from pw_pipelines.ranks import ALONE, Ranks
@@ -160,7 +162,7 @@ def run(
     Raises:
         PwError: See its subclasses.
     """
-    artifact, where = Artifact.open(path), ranks.device(device)
+    started, artifact, where = time.perf_counter(), Artifact.open(path), ranks.device(device)
     checkpoint = source_checkpoint(artifact, model)
     samples = calibration_set(config, load_tokenizer(artifact.path), vocabulary_of(checkpoint))
     inputs = {**artifact.digests("moments", "sensitivity"), "calibration": samples.digest}
@@ -174,6 +176,10 @@ def run(
         ranks.wait()
         savepoint.clear()
         artifact = Artifact.open(path)
+        print_reading(
+            "trace", time.perf_counter() - started, checkpoint,
+            forward_operations(checkpoint, samples.windows.numel()), observed.device, progress,
+        )  # fmt: skip
     else:
         progress.note("trace: done already")
     report = _report(artifact)
