@@ -173,7 +173,7 @@ class Team:
             EngineLostError: One does not answer.
         """
         self._send(messages.Fetch(index, bits))
-        with self.watched(0):
+        with self.watched():  # it may have steps to make before
             answers = self._await(messages.Fetched)
         for follower, answer in zip(self.followers, answers, strict=True):
             if answer.error is not None:
@@ -187,7 +187,7 @@ class Team:
         """
         self.turn()
         self._send(messages.Compare())
-        with self.watched():  # a follower may have steps to make before
+        with self.watched():
             answers = self._await(messages.Compared)
         for follower, answer in zip(self.followers, answers, strict=True):
             if answer.digest != digest:

@@ -27,8 +27,9 @@ def test_ends_of_copies_that_come_before_an_answer_are_kept(
 
 
 def test_a_rank_that_does_not_answer_is_given_up(
-    sockets: tuple[socket.socket, socket.socket], tmp_path: Path
+    sockets: tuple[socket.socket, socket.socket], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(Team.watched.__wrapped__, "__defaults__", (0.0,))  # type: ignore[attr-defined]
     team, _, _ = make(sockets, tmp_path, 0.2)
     ended: list[str] = []
 
