@@ -67,7 +67,7 @@ class Matrix:
     @property
     def tokens(self) -> int:
         """Tokens that each sequence of a cell makes at most."""
-        return _SETTLE + self.steps + _REST
+        return _SETTLE + self.steps + self.steps // 4 + _REST
 
 
 def parse_policy(text: str) -> tuple[PrecisionPolicy, int | None]:
@@ -216,6 +216,7 @@ class _Cell:
         _timed(engine, _SETTLE)
         times = _timed(engine, matrix.steps)
         status = engine.status()
+        in_turn = _in_turn(engine, max(1, matrix.steps // 4))
         device = _device_milliseconds(engine, self._batch)
         read = step_bytes(engine)
         for request in names:
@@ -226,6 +227,7 @@ class _Cell:
             "tokens_per_second": self._batch * len(times) / (sum(times) / 1e3),
             "itl_p50_ms": median,
             "itl_p99_ms": float(np.percentile(times, 99)),
+            "in_turn_p50_ms": None if in_turn is None else float(np.percentile(in_turn, 50)),
             "device_ms": device,
             "ttft_ms": None if first is None else first[0],
             "ttft_last_ms": None if first is None else first[1],
@@ -281,6 +283,19 @@ def _timed(engine: Engine, steps: int) -> list[float]:
         engine.step()
         times.append((time.perf_counter() - started) * 1e3)
     return times
+
+
+def _in_turn(engine: Engine, steps: int) -> list[float] | None:
+    """The same where each step is launched when the last has been read; None where all are."""
+    launcher = engine._launcher
+    if not launcher._overlaps:
+        return None
+    launcher._overlaps = False
+    try:
+        engine.step()  # reads the one on its way
+        return _timed(engine, steps)
+    finally:
+        launcher._overlaps = True
 
 
 def _device_milliseconds(engine: Engine, batch: int) -> float | None:

@@ -8,7 +8,7 @@ from typing import Any
 from pw.config import format_bytes
 
 _HEADS = (
-    "policy", "batch", "context", "tokens/s", "step p50, ms", "p99, ms", "device, ms",
+    "policy", "batch", "context", "tokens/s", "step p50, ms", "p99, ms", "in turn, ms", "device, ms",
     "first token, ms", "mean bits", "experts read", "floor, ms", "step / floor",
 )  # fmt: skip
 _CLASSES = ("planes", "luts", "experts_dense", "dense", "kv", "free", "tables", "workspace", "host")
@@ -68,10 +68,11 @@ def line(cell: dict[str, Any]) -> str:
     name = f"| {cell['policy']} | {cell.get('batch', '')} | {cell.get('context', '')} "
     if "left_out" in cell:
         return f"{name}| {cell['left_out']} |"
-    first, device = cell["ttft_ms"], cell["device_ms"]
+    first, turn, device = cell["ttft_ms"], cell["in_turn_p50_ms"], cell["device_ms"]
     return (
         f"{name}| {cell['tokens_per_second']:.0f} | {cell['itl_p50_ms']:.3f} "
-        f"| {cell['itl_p99_ms']:.3f} | {'' if device is None else f'{device:.3f}'} "
+        f"| {cell['itl_p99_ms']:.3f} | {'' if turn is None else f'{turn:.3f}'} "
+        f"| {'' if device is None else f'{device:.3f}'} "
         f"| {'' if first is None else f'{first:.1f}'} "
         f"| {cell['mean_bits']:.2f} | {cell['experts_read']:.1f} | {cell['floor_ms']:.3f} "
         f"| {cell['over_floor']:.2f} |"
