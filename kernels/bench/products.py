@@ -159,28 +159,19 @@ def wide(inputs: Inputs, weight: Tensor) -> Any:
 
 def plans_of(shape: Shape, tokens: int) -> list[Plan]:
     """Launch choices worth a look."""
-    own = choose_plan(tokens, shape.cols, shape.norm)
-    if tokens > 8:
-        tiles = own.token_tiles
-        some = [
-            Plan(8, tiles=4, stages=5, turn=2, token_tiles=tiles),
-            Plan(8, tiles=2, stages=8, turn=2, token_tiles=tiles),
-            Plan(4, tiles=2, stages=8, turn=2, token_tiles=tiles, blocks=2),
-        ]
-        if shape.rows <= 4096:
-            some = [replace(plan, split=4 if plan.tiles == 4 else 2) for plan in some]
-        return some
-    if shape.cols > 4096:
-        return [
-            own, Plan(8, stages=22, turn=11), Plan(8, split=2, stages=11, turn=11, blocks=2),
-            Plan(8, split=4, stages=6, turn=6, blocks=4), Plan(16, stages=6, turn=11, blocks=2),
+    own = choose_plan(tokens, shape.cols)
+    some = [own, replace(own, stages=own.stages * 2 // 3), replace(own, stages=own.stages // 2)]
+    if tokens <= 8 and shape.cols <= 4096:
+        some += [
+            Plan(8, stages=6, blocks=3, resident=2), Plan(8, stages=22, blocks=2),
+            Plan(16, stages=6, blocks=2), Plan(16, stages=4, blocks=2),
+            Plan(4, stages=6, resident=4), Plan(16, stages=4, blocks=2, resident=2),
         ]  # fmt: skip
-    return [
-        own, Plan(4, stages=16, turn=16, blocks=3), Plan(4, stages=8, turn=16, blocks=5),
-        Plan(16, stages=4, turn=4, blocks=2), Plan(8, tiles=2, stages=8, turn=8, blocks=1),
-        Plan(8, stages=4, turn=8, blocks=3),
-        *([] if shape.norm else [Plan(8, split=2, stages=4, turn=4, blocks=4)]),
-    ]  # fmt: skip
+    elif tokens <= 8:
+        some += [Plan(16, stages=11), Plan(8, split=2, stages=6, blocks=2, resident=2)]
+    else:
+        some += [replace(own, stages=8)]
+    return some
 
 
 def compile_all(work: list[tuple[Shape, int, Plan]]) -> None:
@@ -203,8 +194,6 @@ def compile_all(work: list[tuple[Shape, int, Plan]]) -> None:
 
 def bench_shape(shape: Shape, tokens: int, with_plans: bool) -> list[dict[str, Any]]:
     """Torch, the kernel as it is chosen, and other plans."""
-    if tokens > 8:
-        shape = replace(shape, norm=False)
     weight_bytes = 2 * shape.rows * shape.cols
     inputs = Inputs(shape, tokens, max(2, -(-ROTATED_BYTES // weight_bytes)))
     want = wide(inputs, inputs.weights[0])
@@ -225,7 +214,7 @@ def bench_shape(shape: Shape, tokens: int, with_plans: bool) -> list[dict[str, A
         }  # fmt: skip
 
     records = [timed("torch", 0, None)]
-    plans = plans_of(shape, tokens) if with_plans else [choose_plan(tokens, shape.cols, shape.norm)]
+    plans = plans_of(shape, tokens) if with_plans else [choose_plan(tokens, shape.cols)]
     for plan in plans:
         name = (
             f"w{plan.warps} k{plan.split} t{plan.tiles} s{plan.stages} u{plan.turn} b{plan.blocks}"
@@ -292,9 +281,8 @@ def main() -> None:
     work = []
     for tokens in options.tokens:
         for shape in SHAPES:
-            shape = replace(shape, norm=shape.norm and tokens <= 8)
             plans = plans_of(shape, tokens) if options.plans else []
-            own = choose_plan(tokens, shape.cols, shape.norm)
+            own = choose_plan(tokens, shape.cols)
             work += [(shape, tokens, plan) for plan in (own, *plans)]
     compile_all(list(dict.fromkeys(work)))
     records = []

@@ -1,9 +1,9 @@
 """Products of few rows in CUDA C++ compiled at run time (`products.cu`): see `products`.
 
-A block takes 16 rows of the weight, or several times 16, and all their columns, which its warps
-share; so every sum has one fixed order, and a token's result does not depend on the batch as long
-as the batches get the same number of warps and blocks for the columns. Launches may begin while
-the one before ends: weights are on their way before it has.
+A block takes tiles of 16 rows of the weight in turn and all their columns, which its warps share;
+so every sum has one fixed order, and a token's result does not depend on the batch as long as the
+batches get the same number of warps and blocks for the columns: up to 8 tokens they do. Launches
+may begin while the one before ends: weights are on their way before it has.
 
 Axes as in `products`.
 """
@@ -19,10 +19,8 @@ from torch import Tensor
 
 from pw_kernels import nvrtc
 from pw_kernels.product_plans import (
-    NORM_STEPS,
     ROWS,
     STEP,
-    WARPS,
     Arguments,
     Plan,
     choose_plan,
@@ -32,7 +30,6 @@ from pw_kernels.products import Norm
 
 MOST_TOKENS = 32  # that the kernel takes at all
 FEW_TOKENS = 0  # up to here it is used: not before it has run on a GPU
-_NORMED_TOKENS = 8  # at most of rows that are normed, too
 _DTYPES = (torch.bfloat16, torch.float16)
 _KINDS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
 _COUNTERS = 1 << 14
@@ -40,7 +37,7 @@ _COUNTERS = 1 << 14
 
 def norms(x: Tensor) -> bool:
     """Whether the kernel can take a norm along."""
-    return x.shape[0] <= _NORMED_TOKENS and x.shape[1] <= WARPS * NORM_STEPS * STEP
+    return choose_plan(*x.shape).split == 1
 
 
 def fits(x: Tensor, weight: Tensor, inner: int = 0, *, forced: bool = False) -> bool:
@@ -54,6 +51,7 @@ def fits(x: Tensor, weight: Tensor, inner: int = 0, *, forced: bool = False) -> 
         and x.dtype in _DTYPES
         and cols % STEP == 0
         and inner % 8 == 0
+        and weight.shape[0] <= ROWS * _COUNTERS
         and weight.is_contiguous()
         and _aligned(x)
         and weight.data_ptr() % 16 == 0
@@ -113,10 +111,9 @@ def _launch(
     **given: Tensor,
 ) -> None:
     tokens, (rows, cols) = x.shape[0], weight.shape
-    plan = choose_plan(tokens, cols, norm is not None) if plan is None else plan
+    plan = choose_plan(tokens, cols) if plan is None else plan
     inner = constants.get("INNER", 0)
     tiles = inner // 8 + -(-(rows - 2 * inner) // ROWS)
-    blocks = -(-tiles // plan.tiles)
     arguments = Arguments(
         x=x.data_ptr(), weight=weight.data_ptr(), tokens=tokens, x_row=x.stride(0),
         **{name: tensor.data_ptr() for name, tensor in given.items()},
@@ -128,14 +125,15 @@ def _launch(
     if norm is not None:
         arguments.norm, arguments.epsilon = norm.weight.data_ptr(), norm.epsilon
     if plan.split > 1:
-        shape = (blocks, plan.split, 8 * plan.token_tiles, ROWS * plan.tiles)
+        shape = (tiles, plan.split, 8 * plan.token_tiles, ROWS)
         parts = x.new_empty(shape, dtype=torch.float32)
         arguments.parts = parts.data_ptr()
         arguments.arrived = _arrived(_index(x)).data_ptr()
     defines = constants_of(plan, weight.shape, x.dtype, bias is not None, norm is not None)
     kernel = nvrtc.kernel("products.cu", "product", tuple((defines | constants).items()), _index(x))
+    processors = nvrtc.device_attribute("MULTIPROCESSOR_COUNT", _index(x))
     kernel.launch(
-        (blocks, plan.split), 32 * plan.warps, plan.shared_bytes(cols, norm is not None),
+        plan.grid(tiles, processors), 32 * plan.warps, plan.shared_bytes(cols, norm is not None),
         arguments, overlap=True,
     )  # fmt: skip
 

@@ -13,10 +13,10 @@ import torch
 
 STEP = 32  # columns
 ROWS = 16  # of a tile
-WARPS = 16  # of a block at most
-NORM_STEPS = 16  # at most, of a warp that norms: it holds all of its x
-_LOAD_BYTES = 512  # of a warp, at once
-_ROOM = 176 << 10  # bytes of shared memory for weights on their way, of a multiprocessor
+_WARPS = 16  # of a block at most
+_HELD = 16  # steps times tiles of 8 tokens whose x a warp can hold
+_LOAD_BYTES = 1024  # of a warp in a step
+_RING = (11, 6)  # steps in flight of each of 8 and of 16 warps: leaves room for the next launch's
 
 
 class Arguments(ctypes.Structure):
@@ -41,50 +41,44 @@ class Plan:
     Attributes:
         warps: Of a block; they share its columns.
         split: Blocks that share the columns.
-        tiles: Of 16 rows of the weight, of a block.
         stages: Steps of 32 columns that a warp has in flight.
-        turn: Steps whose x a warp holds at a time.
-        blocks: Wanted on a multiprocessor; bounds the registers of a thread.
+        blocks: Bounds the registers of a thread: so many blocks could be on a multiprocessor.
         token_tiles: Of 8 tokens.
+        resident: Blocks on a multiprocessor, all of which there are.
     """
 
     warps: int
     split: int = 1
-    tiles: int = 1
     stages: int = 8
-    turn: int = 8
     blocks: int = 1
     token_tiles: int = 1
+    resident: int = 1
 
     def steps(self, cols: int) -> int:
-        """Of a warp."""
+        """Of a warp for each tile."""
         of_block = -(-(cols // STEP) // self.split)
         return -(-of_block // self.warps)
 
     def shared_bytes(self, cols: int, norm: bool) -> int:
-        """Dynamic shared memory of a block: copies or sums, squares, the norm's weights."""
-        tokens, rows = 8 * self.token_tiles, ROWS * self.tiles
-        ring = self.warps * self.stages * 2 * self.tiles * _LOAD_BYTES
-        size = max(ring, self.warps * tokens * (rows + 4) * 4)
-        if not norm:
-            return size
-        return size + -(-self.warps * tokens * 4 // 128) * 128 + cols * 2
+        """Dynamic shared memory of a block: copies, two tiles' sums, a word; for a norm."""
+        squares = self.warps * 8 * self.token_tiles * 4
+        sums = squares * (ROWS + 4)
+        size = self.warps * self.stages * _LOAD_BYTES + 2 * sums + 128
+        return size + -(-squares // 128) * 128 + 2 * cols if norm else size
+
+    def grid(self, tiles: int, processors: int) -> tuple[int, int]:
+        """Blocks."""
+        return min(tiles, max(1, processors * self.resident // self.split)), self.split
 
 
-def choose_plan(tokens: int, cols: int, norm: bool) -> Plan:
-    """A block's share of the columns is all in flight where that fits."""
-    steps = cols // STEP
-    warps = next((count for count in (4, 8) if steps <= 8 * count), WARPS)
-    token_tiles = -(-tokens // 8)
-    plan = Plan(warps, token_tiles=token_tiles)
-    own = plan.steps(cols)
-    if token_tiles == 1:
-        stages = min(own, _ROOM // (warps * 2 * _LOAD_BYTES))
-        blocks = max(1, min(3, (220 << 10) // (warps * stages * 1024 + (6 << 10)), 24 // warps))
-        return replace(plan, stages=stages, turn=own if norm else min(own, 12), blocks=blocks)
-    tiles = 2 if token_tiles == 2 else 4
-    stages = min(own, _ROOM // (warps * 2 * tiles * _LOAD_BYTES))
-    return replace(plan, tiles=tiles, stages=stages, turn=min(own, 4 if token_tiles == 2 else 2))
+def choose_plan(tokens: int, cols: int) -> Plan:
+    """The same for any number of tokens up to 8; half of a multiprocessor is left to others."""
+    steps, token_tiles = cols // STEP, -(-tokens // 8)
+    warps = 8 if token_tiles == 1 and steps <= 64 else _WARPS
+    most = max(1, _HELD // token_tiles)
+    plan = Plan(warps, split=-(-steps // (warps * most)), token_tiles=token_tiles)
+    stages = _RING[warps == _WARPS]
+    return replace(plan, stages=stages, blocks=3 if warps == 8 else 1)
 
 
 def constants_of(
@@ -94,7 +88,7 @@ def constants_of(
     rows, cols = shape
     return {
         "FLOAT16": int(dtype == torch.float16), "N": rows, "K": cols, "NT": plan.token_tiles,
-        "WARPS": plan.warps, "BLOCKS": plan.blocks, "SPLIT": plan.split, "TILES": plan.tiles,
-        "STAGES": plan.stages, "TURN": plan.turn, "NORM": int(norm), "BIAS": int(bias),
+        "WARPS": plan.warps, "BLOCKS": plan.blocks, "SPLIT": plan.split,
+        "STAGES": plan.stages, "NORM": int(norm), "BIAS": int(bias),
         "GATED": 0, "INNER": 0, "KIND": 0, "ADD": 0,
     }  # fmt: skip

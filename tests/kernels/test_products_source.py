@@ -4,7 +4,6 @@ import ctypes
 import re
 import shutil
 import subprocess
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ INSTRUCTIONS = [  # defined by the headers
     "multiply", "to_half", "load_written", "load_number", "load_sum", "copy_async", "commit",
     "wait", "wait_for_earlier", "let_next_begin",
 ]  # fmt: skip
+PROCESSORS = 3  # blocks of a launch: each has several tiles in turn
 DTYPE = torch.bfloat16
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
@@ -73,9 +73,8 @@ class Case:
     def run(self, folder: Path, plan: Plan, *, norm: bool = False, add: int = 0, kind: int = 0):
         tokens, (rows, cols) = len(self.x), self.weight.shape
         tiles = self.inner // 8 + -(-(rows - 2 * self.inner) // ROWS)
-        blocks = -(-tiles // plan.tiles)
-        parts = torch.full((blocks, plan.split, 8 * plan.token_tiles, ROWS * plan.tiles), torch.nan)
-        arrived = torch.zeros(blocks, dtype=torch.int32)
+        parts = torch.full((tiles, plan.split, 8 * plan.token_tiles, ROWS), torch.nan)
+        arrived = torch.zeros(tiles, dtype=torch.int32)
         where = {
             "x": self.x, "weight": self.weight, "norm": self.norm.weight, "add": self.add[0],
             "more": self.add[1], "share": self.share, "out": self.out, "rest": self.rest,
@@ -91,7 +90,8 @@ class Case:
         defines = constants_of(plan, (rows, cols), DTYPE, self.bias is not None, norm)
         defines |= {"GATED": int(self.inner > 0), "INNER": self.inner, "KIND": kind, "ADD": add}
         kernel = library(folder, defines)
-        kernel.run(ctypes.byref(arguments), blocks, plan.split, 32 * plan.warps)
+        columns, rows = plan.grid(tiles, PROCESSORS)
+        kernel.run(ctypes.byref(arguments), columns, rows, 32 * plan.warps)
         assert int(arrived.sum()) == 0
 
 
@@ -118,7 +118,7 @@ def near(found: Tensor, expected: Tensor) -> None:
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_product_behind_a_norm(tmp_path: Path, tokens: int, bias: bool) -> None:
     case = Case(tokens, 40, 512, bias=bias)
-    case.run(tmp_path, choose_plan(tokens, 512, norm=True), norm=True)
+    case.run(tmp_path, choose_plan(tokens, 512), norm=True)
     near(
         case.out, products.product(case.x, case.weight, case.bias, norm=case.norm, backend="torch")
     )
@@ -128,9 +128,9 @@ def test_a_product_behind_a_norm(tmp_path: Path, tokens: int, bias: bool) -> Non
 @pytest.mark.parametrize(
     ("tokens", "plan"),
     [
-        (2, Plan(4, stages=2, turn=2)),  # copies in turn, x in turn; the last warps have less
-        (5, Plan(2, split=3, stages=4, turn=8)),  # columns of several blocks
-        (19, Plan(4, split=2, tiles=4, stages=3, turn=2, token_tiles=3)),
+        (2, Plan(4, stages=2)),  # copies in turn; the last warps have less
+        (5, Plan(2, split=3, stages=7)),  # columns of several blocks
+        (19, Plan(4, split=2, stages=3, token_tiles=3)),
     ],
 )
 def test_sums_after_a_product(tmp_path: Path, tokens: int, plan: Plan, add: int) -> None:
@@ -146,10 +146,10 @@ def test_sums_after_a_product(tmp_path: Path, tokens: int, plan: Plan, add: int)
 
 
 @pytest.mark.parametrize("kind", [0, 1, 2])
-@pytest.mark.parametrize("tiles", [1, 2])
-def test_a_gated_product_and_what_is_beside_it(tmp_path: Path, kind: int, tiles: int) -> None:
-    case = Case(4, 2 * 24 + 13, 256, inner=24, bias=kind == 1)
-    plan = replace(choose_plan(4, 256, norm=True), tiles=tiles)
+@pytest.mark.parametrize("tokens", [4, 11])
+def test_a_gated_product_and_what_is_beside_it(tmp_path: Path, kind: int, tokens: int) -> None:
+    case = Case(tokens, 2 * 24 + 13, 256, inner=24, bias=kind == 1)
+    plan = choose_plan(tokens, 256)
     case.run(tmp_path, plan, norm=True, kind=kind)
     expected = products.gated_product(
         case.x, case.weight, 24, ("silu", "gelu", "gelu_tanh")[kind], case.bias, norm=case.norm,
@@ -166,6 +166,6 @@ def test_a_token_s_result_does_not_depend_on_the_batch(tmp_path: Path) -> None:
         folder = tmp_path / str(tokens)
         folder.mkdir()
         case.x = case.x[:tokens]
-        case.run(folder, choose_plan(tokens, 512, norm=True), norm=True)
+        case.run(folder, choose_plan(tokens, 512), norm=True)
         results.append(case.out[0])
     assert torch.equal(*results)
