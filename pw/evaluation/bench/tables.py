@@ -8,8 +8,8 @@ from typing import Any
 from pw.config import format_bytes
 
 _HEADS = (
-    "policy", "batch", "context", "tokens/s", "step p50, ms", "p99, ms", "in turn, ms", "device, ms",
-    "first token, ms", "mean bits", "experts read", "floor, ms", "step / floor",
+    "policy", "batch", "context", "tokens/s", "step p50, ms", "p99, ms", "in turn, ms",
+    "device, ms", "first token, ms", "mean bits", "experts read", "floor, ms", "step / floor",
 )  # fmt: skip
 _CLASSES = ("planes", "luts", "experts_dense", "dense", "kv", "free", "tables", "workspace", "host")
 
