@@ -40,6 +40,10 @@ def test_no_byte_over_budget_no_page_lost_and_every_plane_back(artifact: Path) -
     assert found["moving_step_p99_ms"] > 0
     assert found["return_seconds_most"] < SHORT.return_seconds
     assert found["kv_bytes_at_most"] > 0
+    assert found["preemptions"] == 0  # so the pages of each release were used in its own step
+    assert found["releases"] >= 12
+    assert found["released_pages"] * 4096 == found["bytes_released"]
+    assert 0 < found["release_p50_ms"] <= found["release_p99_ms"]
 
 
 @pytest.mark.figures

@@ -55,6 +55,8 @@ class _Record:
     quiet_ms: list[float] = field(default_factory=list)
     moving_ms: list[float] = field(default_factory=list)
     returns: list[float] = field(default_factory=list)  # seconds
+    releases: list[float] = field(default_factory=list)  # ms, of calls that freed pages
+    released_pages: int = 0
     lowest_bits: float = 16.0
     most_kv: int = 0
     over_budget: int = 0
@@ -100,6 +102,7 @@ class SqueezeRun:
                 "raise --memory-budget, or lower --max-bits",
             )
         self._long = self._long_requests()
+        self._watch_releases()
 
     def run(self, advance: Callable[[int], None] = lambda _: None) -> dict[str, Any]:
         """All cycles; a summary."""
@@ -112,6 +115,21 @@ class SqueezeRun:
         seconds = time.perf_counter() - started
         after = self._score(probe)
         return {"seconds": seconds} | self._summary(equal=before == after)
+
+    def _watch_releases(self) -> None:
+        """Time what gives planes up. Its caller takes the pages in the same step, or preempts."""
+        precision: Any = self._engine._parts.precision
+        release, record = precision.release, self._record
+
+        def timed(*arguments: Any, **options: Any) -> int:
+            started = time.perf_counter()
+            pages: int = release(*arguments, **options)
+            if pages > 0:
+                record.releases.append((time.perf_counter() - started) * 1e3)
+                record.released_pages += pages
+            return pages
+
+        precision.release = timed
 
     # -- the parts of a cycle ----------------------------------------------------------------
 
@@ -248,6 +266,10 @@ class SqueezeRun:
             "preemptions": status.preemptions - self._start.preemptions,
             "transfer_failures": status.transfer_failures,
             **_moved(self._start, status),
+            "releases": len(record.releases),
+            "released_pages": record.released_pages,
+            **_distribution("release", record.releases),
+            "raise_to_commit_mean_ms": _per_move(self._start, status),
             "return_seconds_median": float(np.median(record.returns)),
             "return_seconds_most": max(record.returns),
             **_steps("quiet", record.quiet_ms),
@@ -263,9 +285,17 @@ def _moved(start: EngineStatus, now: EngineStatus) -> dict[str, Any]:
 
 
 def _steps(name: str, milliseconds: list[float]) -> dict[str, Any]:
-    found: dict[str, Any] = {f"{name}_steps": len(milliseconds)}
-    if milliseconds:
-        for percentile in (50, 99):
-            value = float(np.percentile(milliseconds, percentile))
-            found[f"{name}_step_p{percentile}_ms"] = value
-    return found
+    return {f"{name}_steps": len(milliseconds), **_distribution(f"{name}_step", milliseconds)}
+
+
+def _distribution(name: str, milliseconds: list[float]) -> dict[str, Any]:
+    return {
+        f"{name}_p{percentile}_ms": float(np.percentile(milliseconds, percentile))
+        for percentile in ((50, 99) if milliseconds else ())
+    }
+
+
+def _per_move(start: EngineStatus, now: EngineStatus) -> float:
+    """Mean milliseconds from the start of a raise to its commit."""
+    seconds = now.move_seconds_total - start.move_seconds_total
+    return seconds * 1e3 / max(1, now.moves - start.moves)
