@@ -87,7 +87,9 @@ class BlockFitter:
         for module in MODULES:
             if (layer, module) in self._pairs and not self._writer.done(layer, module):
                 made = self._fit(layer, module, moments, hessians.get(module), weight)
-                ready = None if self._copies is None else torch.cuda.current_stream().record_event()
+                ready = None
+                if self._copies is not None:
+                    ready = torch.cuda.current_stream(self.device).record_event()
                 self._behind.do(partial(self._write, layer, module, *made, ready))
         self.seconds += time.perf_counter() - started
 
