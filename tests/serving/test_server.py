@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 import socket
 import subprocess
@@ -30,6 +31,21 @@ def launch():
         yield lambda *arguments: running.enter_context(
             server_process("-m", "tests.serving.serve_fake", *map(str, arguments))
         )
+
+
+def test_the_garbage_collector_overlooks_what_is_there_from_the_start(monkeypatch):
+    """A full collection of it takes 70 ms and more, in which no stream gets a token."""
+    frozen = []
+
+    def run(serving):
+        serving.close()
+        frozen.append(gc.get_freeze_count())
+
+    monkeypatch.setattr("pw.serving.server.asyncio.run", run)
+    before = gc.get_freeze_count()
+    serve(FakeEngine(), WordTokenizer(), ServingConfig(("fake",)), endpoint=Endpoint(port=0))
+    assert frozen[0] > before + 10_000
+    assert gc.get_freeze_count() == 0
 
 
 def test_banner_can_be_pasted(launch):
