@@ -117,7 +117,15 @@ class TaskOptions:
     ] = False
 
     def settings(self, seed: int) -> TaskSettings:
-        """How tasks are asked."""
+        """How tasks are asked.
+
+        Raises:
+            ConfigError: A count is none.
+        """
+        if self.num_fewshot < 0:
+            raise ConfigError(f"--num-fewshot must not be negative: {self.num_fewshot}")
+        if self.max_gen_tokens < 1:
+            raise ConfigError(f"--max-gen-tokens must be at least 1: {self.max_gen_tokens}")
         from pw.evaluation.task_runs import TaskSettings
 
         return TaskSettings(
@@ -132,7 +140,8 @@ class TaskOptions:
     @property
     def names(self) -> list[str]:
         """Tasks of `--tasks`."""
-        return [] if self.tasks is None else [name.strip() for name in self.tasks.split(",")]
+        names = (name.strip() for name in (self.tasks or "").split(","))
+        return [name for name in names if name]
 
     @property
     def harness_files(self) -> list[Path]:

@@ -147,7 +147,7 @@ def _check_widths(manifest: Mapping[str, Any], config: EngineConfig) -> None:
     if least > most:
         raise ConfigError(f"--min-bits is above --max-bits: {least}, {most}", "swap them")
     named = (
-        (f"--precision-policy {config.policy}", config.policy.bits),
+        (f"policy `{config.policy}`", config.policy.bits),
         (f"--min-bits {config.min_bits}", config.min_bits),
         (f"--max-bits {config.max_bits}", config.max_bits),
     )

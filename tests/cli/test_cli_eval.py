@@ -125,6 +125,9 @@ def test_a_budget_without_policies_holds_and_with_policies_is_for_those_that_ada
         ("--log-samples", "--log-samples has nowhere to go", "--output"),
         ("--tasks nowhere.jsonl", "cannot read the task `nowhere.jsonl`", "tracking"),
         ("--tasks tracking --num-fewshot 100", "--num-fewshot must be below the 100 items", ""),
+        ("--tasks tracking --num-fewshot -1", "--num-fewshot must not be negative: -1", ""),
+        ("--tasks tracking --max-gen-tokens 0", "--max-gen-tokens must be at least 1: 0", ""),
+        ("--tasks tracking, --limit 0", "--limit must be a positive count or share: 0", ""),
         ("--tasks tracking --limit 0", "--limit must be a positive count or share: 0", ""),
         (
             "--policies adaptive --memory-budgets 1GB,2GB --precision-trace t.jsonl",

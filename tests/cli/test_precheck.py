@@ -130,7 +130,7 @@ def test_a_budget_below_the_weights(artifact: Path, policy: str, bits: int) -> N
 @pytest.mark.parametrize(
     ("settings", "error", "hint"),
     [
-        ({"policy": "static:8"}, "--precision-policy static:8 is not to be had", "--max-bits 8`"),
+        ({"policy": "static:8"}, "policy `static:8` is not to be had", "--max-bits 8`"),
         (
             {"max_bits": 7},
             "--max-bits 7 is not to be had: the artifact has 2 to 6",
