@@ -119,6 +119,10 @@ DI void let_next_begin() { asm volatile("griddepcontrol.launch_dependents;" ::: 
 DI void wait_for_earlier() {}
 DI void let_next_begin() {}
 #endif
+// One block is enough, and the others make room.
+DI void at_the_end() {
+  if ((!FIRST || !GATED) && blockIdx.x == 0 && blockIdx.y == 0) wait_for_earlier();
+}
 // What gate_up wrote is there from here on.
 DI void inputs_ready() {
   if (FIRST && !GATED) { wait_for_earlier(); let_next_begin(); }
@@ -668,7 +672,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) experts(Argumen
   int each = HALVED && work.z >= TABLE_BITS ? 2 : 1, item = blockIdx.x / each;
   if (work.y >= 0 && item * each == (int)blockIdx.x) run(a, work, item, item + 1);
   if (FIRST && GATED && d.statistics && blockIdx.x == 0 && threadIdx.x == 0 && !none) count(a, d, slot);
-  if (!FIRST || !GATED) wait_for_earlier();
+  at_the_end();
 }
 #else
 constexpr int ALL = (ROW_TILES + 1) / 2 << HALVED, UNITS = (ALL + ITEMS - 1) / ITEMS;
@@ -772,7 +776,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) experts(Argumen
     if (first < last) run(a, work, first * ITEMS, min(last * ITEMS, ALL));
   }
   if (FIRST && GATED && d.statistics && blockIdx.x == 0) count_routing(a, d);
-  if (!FIRST || !GATED) wait_for_earlier();
+  at_the_end();
 }
 #else
 DI int4 listed(const Arguments& a, int place) {
@@ -824,7 +828,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) experts(Argumen
   int first = blockIdx.x * ITEMS;
   if (work.y >= 0) run(a, work, first, ITEMS == 1 ? first + 1 : min(first + ITEMS, ALL));
 #endif
-  if (!FIRST || !GATED) wait_for_earlier();
+  at_the_end();
 }
 #endif
 #endif
