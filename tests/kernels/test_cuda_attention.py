@@ -1,0 +1,81 @@
+"""The CUDA attention of decode steps: code for three generations, and results on a GPU."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from torch import Tensor
+
+from pw_kernels import reference
+from pw_kernels.attention_plans import constants_of, programs_of, shared_bytes
+
+nvrtc = pytest.importorskip("pw_kernels.nvrtc", reason="needs cuda-bindings")
+cuda_attention = pytest.importorskip("pw_kernels.cuda_attention")
+
+INTERPRETED = os.environ["TRITON_INTERPRET"] == "1"
+SHAPES = [(16, 16, 128), (32, 8, 128), (16, 8, 256), (4, 4, 512), (12, 4, 64)]
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100])
+def test_compiles_ahead_of_time(capability: int) -> None:
+    for heads, kv_heads, size in SHAPES:
+        constants = constants_of(heads, kv_heads, size, 16, torch.bfloat16)
+        assert shared_bytes(constants) <= 99 << 10
+        constants |= {"WINDOW": int(size > 128), "SOFTCAP": int(size == 64), "SINKS": 1}
+        try:
+            code = nvrtc.compile_source("attention.cu", constants, capability)
+        except RuntimeError as error:  # cuda-bindings without the library that it binds
+            pytest.skip(f"NVRTC is not installed: {error}")
+        assert len(code) > 1000
+
+
+class Call:
+    """A padded decode step over scattered pages."""
+
+    def __init__(
+        self, lengths: list[int], heads: int, kv_heads: int, size: int, dtype: torch.dtype
+    ) -> None:
+        page_tokens, count = 4, len(lengths)
+        blocks = -(-max(lengths) // page_tokens)
+        pages = count * blocks + 3
+        generator = torch.Generator("cuda").manual_seed(size)
+        arena = torch.randn(
+            pages, 2, page_tokens, kv_heads, size, device="cuda", generator=generator
+        ).to(dtype)
+        tables = torch.randperm(pages, device="cuda", generator=generator)[: count * blocks]
+        starts = torch.arange(count + 1, device="cuda").int()
+        starts[-1] = count - 1  # the last sequence is padding
+        q = torch.randn(count, heads, size, device="cuda", generator=generator).to(dtype)
+        lens = torch.tensor(lengths, device="cuda").int()
+        self.args = (q, arena[:, 0], arena[:, 1], tables.int().view(count, blocks), starts, lens)
+
+    def run(self, module: object, **options: object) -> Tensor:
+        return module.paged_attention(*self.args, scale=0.1, **options)  # type: ignore[attr-defined, no-any-return]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(INTERPRETED, reason="needs TRITON_INTERPRET=0 and a GPU")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("heads", "kv_heads", "size"), SHAPES)
+def test_on_a_gpu(heads: int, kv_heads: int, size: int, dtype: torch.dtype) -> None:
+    call = Call([150, 1, 3000, 513, 64, 65, 1024, 9], heads, kv_heads, size, dtype)
+    assert cuda_attention.fits(*call.args[:4])
+    assert programs_of(8, kv_heads, 3000)[0] > 1
+    sinks = torch.randn(heads, device="cuda")
+    for options in ({}, {"window": 600}, {"softcap": 5.0, "sinks": sinks}):
+        found, want = call.run(cuda_attention, **options), call.run(reference, **options)
+        assert (found.float() - want.float()).norm() <= 1e-2 * want.float().norm()
+        assert not found[-1].any()
+        assert torch.equal(call.run(cuda_attention, **options), found)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        again = call.run(cuda_attention)
+    q, keys, values, tables, starts, lengths = call.args
+    lengths.copy_(torch.tensor([3, 1, 2000, 512, 70, 2, 1030, 9]))
+    graph.replay()
+    want = call.run(reference)
+    assert (again.float() - want.float()).norm() <= 1e-2 * want.float().norm()
+    one = (q[2:3], keys, values, tables[2:3], starts[:2], lengths[2:3])
+    assert torch.equal(cuda_attention.paged_attention(*one, scale=0.1)[0], again[2])
