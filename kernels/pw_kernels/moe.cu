@@ -7,16 +7,12 @@
 //   LOW, HIGH     widths that this kernel takes;  CLASS: which of the two work lists it walks
 //   GATED         1: gate_up with activation KIND; 0: down with router weight
 //   TOP_K, BIAS, NT (token tiles of 8 in a group), WK (warps that split K of a row tile; a block has 2 * WK)
-//   ITEMS         pairs of row tiles that a block takes at least (or halves of them, if HALVED)
+//   ITEMS         pairs of row tiles that a block takes (tables in shared memory only)
 //   RESIDENT      bytes of shared memory for tables, 65536 at most: as many row tiles as fit are taken at once (the same)
 //   PINGPONG      1: two turns of the loop instead of one, so that no register is copied (the same, up to 6 bits)
 //   EXPAND        1: blocks are written out as matrices, for prompts, instead of multiplied
 //   BLOCKS        wanted on a multiprocessor
-//   SHARES        1: the blocks share out all work by the cost of widths; 0: a grid [units, groups], a unit being ITEMS items
-//   HYBRID        1: at 4 bits every second row block looks up in shared memory, which relieves the ALU
-//   HALVED        1: an item is half of the rows of a pair of row tiles (tables in registers only)
-//   ROUTES        1: blocks that share out all work find the slots of experts themselves; LIST_AT: where in shared memory
-//   PREFETCH      1: down brings all its planes to the L2 cache while it waits for gate_up (tables in registers only)
+//   HALVED        1: a block takes half of the rows of a pair of row tiles (tables in registers only)
 //   DIRECT        1: one token, so that every slot is a group and no list is needed
 //   FIRST         1: the first launch of its module, which waits for what the launches before it wrote
 //   TABLE_BITS    first width whose tables lie in shared memory;  SHARED_BASE: where dynamic shared memory begins
@@ -24,24 +20,11 @@
 // The matrix unit multiplies weights [16 rows x 16 k] by tokens [16 k x 8]: a lane decodes the words that it
 // loads straight into its own operand, because the plane layout is in lane order (bitplane.py).
 
-#ifndef SHARES
-#define SHARES 0
-#endif
-#ifndef HYBRID
-#define HYBRID 0
-#endif
 #ifndef HALVED
 #define HALVED 0
 #endif
 #ifndef DIRECT
 #define DIRECT 0
-#endif
-#ifndef ROUTES
-#define ROUTES 0
-#define LIST_AT 0
-#endif
-#ifndef PREFETCH
-#define PREFETCH 0
 #endif
 
 typedef unsigned int u32;
@@ -64,8 +47,6 @@ DI constexpr u32 rotl(u32 x, int n) { return (n & 31) ? (x << (n & 31)) | (x >> 
 template <int S> DI u32 rotl_by(u32 x) { if constexpr ((S & 31) == 0) return x; else return __funnelshift_l(x, x, S & 31); }
 template <int S> DI u32 rotr(u32 x) { if constexpr ((S & 31) == 0) return x; else return __funnelshift_r(x, x, S & 31); }
 
-// Read anew at each call: what depends on it is not kept in registers over the pieces of a share.
-DI int thread_index() { u32 t; asm volatile("mov.u32 %0,%%tid.x;" : "=r"(t)); return (int)t; }
 DI u64 mad_wide(u32 a, u32 b, u64 c) { u64 d; asm("mad.wide.u32 %0,%1,%2,%3;" : "=l"(d) : "r"(a), "r"(b), "l"(c)); return d; }
 DI uint4 load_stream(const void* p) {
   uint4 v;
@@ -162,7 +143,6 @@ extern __shared__ __align__(128) unsigned char dynamic[];
 // The slot at a place of a group, slot_count where there is none.
 DI int slot_at(const Arguments& a, int group, int place) {
   if (DIRECT) return place ? a.slot_count : group;
-  if (ROUTES) return reinterpret_cast<const int*>(dynamic + LIST_AT)[place];
   return __ldg(a.slots + group * TOKENS + place);
 }
 // Sixteen bytes at byte `at` of the table in use.
@@ -195,7 +175,7 @@ struct Inputs {
 };
 typedef float Sums[2][NT][4];                                  // rows r, r+8 | r+16, r+24 by NT * 8 tokens
 // ROW_BLOCKS of 16 rows are summed at once, sum i of a lane being that of block i % ROW_BLOCKS. The K split is added up
-// through shared memory: [2 halves][SPLIT parts][sums][32 lanes].
+// through shared memory: [2 halves][SPLIT parts], STRIDE apart, of [sums][32 lanes].
 template <int ROW_BLOCKS> DI void clear(float (*acc)[NT][4]) {
   UNROLL for (int i = 0; i < 4 * ROW_BLOCKS * NT; i++) acc[i % ROW_BLOCKS][i / ROW_BLOCKS >> 2][i / ROW_BLOCKS & 3] = 0.0f;
 }
@@ -203,7 +183,7 @@ template <int ROW_BLOCKS> DI void put(float* parts, float (*acc)[NT][4], int lan
   UNROLL for (int i = 0; i < 4 * ROW_BLOCKS * NT; i++) parts[i * 32 + lane] = acc[i % ROW_BLOCKS][i / ROW_BLOCKS >> 2][i / ROW_BLOCKS & 3];
 }
 // Of the pair of row tiles `pair`, from row block `block` on.
-template <int SPLIT, int ROW_BLOCKS, int STRIDE = 128 * ROW_BLOCKS * NT> DI void finish(const Arguments& a, const float* parts, int pair, int block, int group, int expert, int lane, int warp) {
+template <int SPLIT, int ROW_BLOCKS, int STRIDE> DI void finish(const Arguments& a, const float* parts, int pair, int block, int group, int expert, int lane, int warp) {
   constexpr int SUMS = 4 * ROW_BLOCKS * NT;
   ROLLED for (int i = warp; i < SUMS; i += WARPS) {
     int which = i / ROW_BLOCKS;
@@ -255,7 +235,6 @@ DI void copy_async(u32 to, u64 from, u32 bytes) {              // the rest of 16
   asm volatile("cp.async.ca.shared.global [%0],[%1],16,%2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
 }
 DI void copy_async8(u32 to, u64 from) { asm volatile("cp.async.ca.shared.global [%0],[%1],8;" ::"r"(to), "l"(from) : "memory"); }
-DI void prefetch(u64 from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from)); }
 DI void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int PENDING> DI void wait() { asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory"); }
 
@@ -264,8 +243,8 @@ template <int OFFSET> DI u32 entry(u32 at) { u32 d; asm volatile("ld.shared.u16 
 template <int AT> DI void look_shared(u32 even, u32 odd, u32 lane4, u32* h) {
   UNROLL for (int q = 0; q < 4; q++) h[q] = mad(entry<AT>(prmt(odd, lane4, 0x5504 + q * 16)), 65536u, entry<AT>(prmt(even, lane4, 0x5504 + q * 16)));
 }
-// Rows r + 8i; those with odd i look up in shared memory if MIXED.
-template <int B> constexpr bool MIXED = B == 4 && HYBRID;
+// Rows r + 8i. At 4 bits those with odd i look up in shared memory, to relieve the ALU: MIXED.
+template <int B> constexpr bool MIXED = B == 4;
 template <int B, int ROW_BLOCKS> struct Merged {                // what slots share: planes 0 and 1; planes 2 and 3, or 2 alone
   u32 pair[2 * ROW_BLOCKS][2], more[2 * ROW_BLOCKS][2];
   DI Merged(const u32 (*words)[2 * ROW_BLOCKS]) {
@@ -305,36 +284,22 @@ DI void slot_low(const Table<B>* table, const u32 (*words)[2 * ROW_BLOCKS], cons
     UNROLL for (int m = 0; m < ROW_BLOCKS; m++) { multiply(acc[m][n], a[m][0], v.x, v.y); multiply(acc[m][n], a[m][1], v.z, v.w); }
   }
 }
-// Items first to last of a group: what a warp needs next is copied while it computes, also across items. A lane copies just
-// what it reads itself, so a warp's two stages need no barrier: [2][B planes, 4 * NT inputs][32 lanes].
-template <int B> DI void run_low(const Arguments& a, int4 work, int first, int last, unsigned char* shared) {
-  constexpr int ROW_BLOCKS = HALVED ? 1 : 2, TABLE = (32 << B) * ROW_BLOCKS, PLANE = 256 * ROW_BLOCKS, STAGE = B * PLANE + NT * 2048, SUMS = 4 * ROW_BLOCKS * NT;
-  int thread = thread_index(), lane = thread & 31, warp = thread >> 5, wk = warp % WK, half = warp / WK, group = work.x, expert = work.y;
-  // Raw entries of an item's rows [2 halves]; sums [2 halves][WK][STRIDE]. With a single item they lie in stages: the first
-  // ones in what is not yet used, the others in what is used no more.
-  constexpr bool SINGLE = !SHARES && ITEMS == 1;
-  constexpr int STRIDE = SINGLE ? STAGE / 2 : SUMS * 32;
-  unsigned char* rest = shared + (MIXED<B> ? 4096 : 0);
-  unsigned char* tables = rest + (SINGLE ? STAGE : 0);
-  float* parts = reinterpret_cast<float*>(rest + (SINGLE ? 0 : 2 * TABLE));
-  unsigned char* stages = rest + (SINGLE ? 0 : 2 * TABLE + WARPS * SUMS * 128) + warp * 2 * STAGE;
+// A lane copies just what it reads itself, so a warp's two stages need no barrier: [2][B planes, 4 * NT inputs][32 lanes].
+template <int B> DI void run_low(const Arguments& a, int4 work, int item, unsigned char* shared) {
+  constexpr int ROW_BLOCKS = HALVED ? 1 : 2, TABLE = (32 << B) * ROW_BLOCKS, PLANE = 256 * ROW_BLOCKS, STAGE = B * PLANE + NT * 2048;
+  int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, wk = warp % WK, half = warp / WK, group = work.x, expert = work.y;
+  int pair = HALVED ? item >> 1 : item, block = HALVED ? item & 1 : 0, tile = row_tile(pair, half) * COL_TILES;
+  unsigned char* stages = shared + (MIXED<B> ? 4096 : 0);
+  unsigned char* tables = stages + STAGE;                      // raw entries [2 halves], in a stage that is used later
+  float* parts = reinterpret_cast<float*>(stages);             // sums, in stages that are used no more
+  stages += warp * 2 * STAGE;
   u32 to = (u32)__cvta_generic_to_shared(stages), to_planes = to + lane * (PLANE / 32), to_inputs = to + B * PLANE + lane * 16, lane4 = lane * 4 + half * 128;
   Planes planes(a, expert, lane);
   Inputs inputs(a, group, lane);
-  auto pair_of = [](int item) { return HALVED ? item >> 1 : item; };
-  auto block_of = [](int item) { return HALVED ? item & 1 : 0; };
-  auto copy_tables = [&](int item) {
-    for (int i = thread; i < 2 * TABLE / 16; i += 32 * WARPS) {
-      int h = i / (TABLE / 16), byte = i % (TABLE / 16) * 16;
-      int row = row_tile(pair_of(item), h) * 32 + block_of(item) * 16;
-      copy_async((u32)__cvta_generic_to_shared(tables + h * TABLE + byte), (u64)table_at(a, work, row * (2 << B) + byte));
-    }
-  };
-  auto fetch_planes = [&](int item, int kt, u32 stage) {
-    int tile = row_tile(pair_of(item), half) * COL_TILES + kt;
+  auto fetch_planes = [&](int kt, u32 stage) {
     UNROLL for (int p = 0; p < B; p++) {
-      if (HALVED) copy_async8(to_planes + stage + p * PLANE, planes.at(p, tile) + block_of(item) * 8);
-      else copy_async(to_planes + stage + p * PLANE, planes.at(p, tile));
+      if (HALVED) copy_async8(to_planes + stage + p * PLANE, planes.at(p, tile + kt) + block * 8);
+      else copy_async(to_planes + stage + p * PLANE, planes.at(p, tile + kt));
     }
   };
   auto fetch_inputs = [&](int kt, u32 stage) {
@@ -343,69 +308,63 @@ template <int B> DI void run_low(const Arguments& a, int4 work, int first, int l
       UNROLL for (int s = 0; s < 4; s++) copy_async(to_inputs + stage + (s * NT + n) * 512, x + s * 64, inputs.size(n, kt, s, lane));
     }
   };
-  copy_tables(first);
-  if (wk < COL_TILES) fetch_planes(first, wk, 0);
-  if (PREFETCH && FIRST && !GATED && lane < 4)                 // a line of 128 bytes each
-    ROLLED for (int kt = wk + WK; kt < COL_TILES; kt += WK)
-      UNROLL for (int p = 0; p < B; p++) prefetch(planes.at(p, row_tile(pair_of(first), half) * COL_TILES + kt) + lane * 112);
+  for (int i = threadIdx.x; i < 2 * TABLE / 16; i += 32 * WARPS) {
+    int h = i / (TABLE / 16), byte = i % (TABLE / 16) * 16, row = row_tile(pair, h) * 32 + block * 16;
+    copy_async((u32)__cvta_generic_to_shared(tables + h * TABLE + byte), (u64)table_at(a, work, row * (2 << B) + byte));
+  }
+  if (wk < COL_TILES) fetch_planes(wk, 0);
   inputs_ready();
   if (wk < COL_TILES) fetch_inputs(wk, 0);
   commit();
-  u32 stage = 0;
-  ROLLED for (int now = first; now < last; now++) {
-    wait<0>();
-    __syncthreads();                                           // its tables are there; the sums and look-ups of the item before are
-    Table<B> table[MIXED<B> ? ROW_BLOCKS : 2 * ROW_BLOCKS];
-    UNROLL for (int i = 0; i < 2 * ROW_BLOCKS; i++)
-      if (!MIXED<B> || i % 2 == 0)
-        table[MIXED<B> ? i / 2 : i].read(reinterpret_cast<const u32*>(tables + half * TABLE + ((lane >> 2) + i * 8) * (2 << B)));
-    if constexpr (MIXED<B>)                                    // rows r + 8 (low half) and r + 24: two entries of a row, four copies
-      for (int i = thread; i < 128; i += 32 * WARPS) {
-        int r = i & 7, two = i >> 3 & 7, h = i >> 6;
-        const u32* from = reinterpret_cast<const u32*>(tables + h * TABLE) + (r + 8) * 8 + two;
-        u32 upper = from[0], lower = ROW_BLOCKS == 2 ? from[16 * 8] : 0;
-        unsigned char* at = shared + two * 512 + h * 128 + r * 16;
-        u32 v = prmt(upper, lower, 0x5410), w = prmt(upper, lower, 0x7632);
-        *reinterpret_cast<uint4*>(at) = make_uint4(v, v, v, v);
-        *reinterpret_cast<uint4*>(at + 256) = make_uint4(w, w, w, w);
-      }
-    if (now > first) finish<WK, ROW_BLOCKS, STRIDE>(a, parts, pair_of(now - 1), block_of(now - 1), group, expert, lane, warp);
-    if (MIXED<B> || SINGLE || last - first > 1) __syncthreads();
-    if (now + 1 < last) copy_tables(now + 1);
-    if (wk >= COL_TILES) commit();
-    float acc[ROW_BLOCKS][NT][4];
-    clear<ROW_BLOCKS>(acc);
-    ROLLED for (int turn = wk; turn < COL_TILES; turn += WK) {
-      int item = turn + WK < COL_TILES ? now : now + 1, kt = turn + WK < COL_TILES ? turn + WK : wk;
-      if (item < last) {
-        fetch_planes(item, kt, STAGE - stage);
-        fetch_inputs(kt, STAGE - stage);
-      }
-      commit();
-      wait<1>();
-      const unsigned char* loaded = stages + stage + lane * (PLANE / 32);
-      const uint4* x = reinterpret_cast<const uint4*>(stages + stage + B * PLANE + lane * 16);
-      u32 words[B][2 * ROW_BLOCKS];
-      UNROLL for (int p = 0; p < B; p++) {
-        if constexpr (HALVED) {
-          uint2 v = *reinterpret_cast<const uint2*>(loaded + p * PLANE);
-          words[p][0] = v.x; words[p][1] = v.y;
-        } else {
-          uint4 v = *reinterpret_cast<const uint4*>(loaded + p * PLANE);
-          words[p][0] = v.x; words[p][1] = v.y; words[p][2] = v.z; words[p][3] = v.w;
-        }
-      }
-      Merged<B, ROW_BLOCKS> merged(words);
-      slot_low<B, ROW_BLOCKS, 0>(table, words, merged, lane4, x, acc);
-      slot_low<B, ROW_BLOCKS, 1>(table, words, merged, lane4, x, acc);
-      slot_low<B, ROW_BLOCKS, 2>(table, words, merged, lane4, x, acc);
-      slot_low<B, ROW_BLOCKS, 3>(table, words, merged, lane4, x, acc);
-      stage = STAGE - stage;
-    }
-    put<ROW_BLOCKS>(parts + warp * STRIDE, acc, lane);
-  }
+  wait<0>();
   __syncthreads();
-  finish<WK, ROW_BLOCKS, STRIDE>(a, parts, pair_of(last - 1), block_of(last - 1), group, expert, lane, warp);
+  Table<B> table[MIXED<B> ? ROW_BLOCKS : 2 * ROW_BLOCKS];
+  UNROLL for (int i = 0; i < 2 * ROW_BLOCKS; i++)
+    if (!MIXED<B> || i % 2 == 0)
+      table[MIXED<B> ? i / 2 : i].read(reinterpret_cast<const u32*>(tables + half * TABLE + ((lane >> 2) + i * 8) * (2 << B)));
+  if constexpr (MIXED<B>)                                      // rows r + 8 (low half) and r + 24: two entries of a row, four copies
+    for (int i = threadIdx.x; i < 128; i += 32 * WARPS) {
+      int r = i & 7, two = i >> 3 & 7, h = i >> 6;
+      const u32* from = reinterpret_cast<const u32*>(tables + h * TABLE) + (r + 8) * 8 + two;
+      u32 upper = from[0], lower = ROW_BLOCKS == 2 ? from[16 * 8] : 0;
+      unsigned char* at = shared + two * 512 + h * 128 + r * 16;
+      u32 v = prmt(upper, lower, 0x5410), w = prmt(upper, lower, 0x7632);
+      *reinterpret_cast<uint4*>(at) = make_uint4(v, v, v, v);
+      *reinterpret_cast<uint4*>(at + 256) = make_uint4(w, w, w, w);
+    }
+  __syncthreads();
+  float acc[ROW_BLOCKS][NT][4];
+  clear<ROW_BLOCKS>(acc);
+  u32 stage = 0;
+  ROLLED for (int kt = wk; kt < COL_TILES; kt += WK) {
+    if (kt + WK < COL_TILES) {
+      fetch_planes(kt + WK, STAGE - stage);
+      fetch_inputs(kt + WK, STAGE - stage);
+    }
+    commit();
+    wait<1>();
+    const unsigned char* loaded = stages + stage + lane * (PLANE / 32);
+    const uint4* x = reinterpret_cast<const uint4*>(stages + stage + B * PLANE + lane * 16);
+    u32 words[B][2 * ROW_BLOCKS];
+    UNROLL for (int p = 0; p < B; p++) {
+      if constexpr (HALVED) {
+        uint2 v = *reinterpret_cast<const uint2*>(loaded + p * PLANE);
+        words[p][0] = v.x; words[p][1] = v.y;
+      } else {
+        uint4 v = *reinterpret_cast<const uint4*>(loaded + p * PLANE);
+        words[p][0] = v.x; words[p][1] = v.y; words[p][2] = v.z; words[p][3] = v.w;
+      }
+    }
+    Merged<B, ROW_BLOCKS> merged(words);
+    slot_low<B, ROW_BLOCKS, 0>(table, words, merged, lane4, x, acc);
+    slot_low<B, ROW_BLOCKS, 1>(table, words, merged, lane4, x, acc);
+    slot_low<B, ROW_BLOCKS, 2>(table, words, merged, lane4, x, acc);
+    slot_low<B, ROW_BLOCKS, 3>(table, words, merged, lane4, x, acc);
+    stage = STAGE - stage;
+  }
+  put<ROW_BLOCKS>(parts + warp * (STAGE / 2), acc, lane);
+  __syncthreads();
+  finish<WK, ROW_BLOCKS, STAGE / 2>(a, parts, pair, block, group, expert, lane, warp);
 }
 
 // ---- up to 8 bits: tables in shared memory, every lane owning a bank ------------------------------------------
@@ -501,26 +460,25 @@ template <int B> DI constexpr int tiles_at_once() {
   while (2 * tiles * (256 << B) <= RESIDENT && tiles < 2 * ITEMS && WARPS % (2 * tiles) == 0) tiles *= 2;
   return tiles;
 }
-template <int B> DI void run_high(const Arguments& a, int4 work, int first, int last, unsigned char* shared) {
+template <int B> DI void run_high(const Arguments& a, int4 work, int item, unsigned char* shared) {
   constexpr int TILES = tiles_at_once<B>(), SPLIT = WARPS / TILES, PART = 8 * NT * 32;
-  int thread = thread_index(), lane = thread & 31, warp = thread >> 5, group = work.x, expert = work.y, mine = warp / SPLIT, wk = warp % SPLIT;
-  first *= 2; last *= 2;                                       // in row tiles from here on
+  int thread = (int)threadIdx.x, lane = thread & 31, warp = thread >> 5, group = work.x, expert = work.y, mine = warp / SPLIT, wk = warp % SPLIT;
+  int first = 2 * item, last = min(first + 2 * ITEMS, (ROW_TILES + 1) / 2 * 2);
   unsigned char* strip = shared + TILES * (256 << B);
   float* parts = reinterpret_cast<float*>(strip + Fill<B, TILES>::BYTES);  // [WARPS, or 2 * WARPS if TILES is 1][8 * NT][32]
   u32 which = B < 8 ? (u32)mine * (0x11111111u << (B & 3)) : 0;
   Planes planes(a, expert, lane);
   uint4 current[B], next[B];
-  UNROLL for (int p = 0; p < B; p++) current[p] = next[p] = make_uint4(0, 0, 0, 0);  // else they live on between pieces
   auto tile_of = [&](int step) { step = min(step, last - 1); return row_tile(step >> 1, step & 1); };
   auto fetch = [&](int tile, uint4* words) {
     UNROLL for (int p = 0; p < B; p++) words[p] = load_stream((const void*)planes.at(p, tile));
   };
   auto finish_items = [&](int step) {                           // of the phase that began with `step`
     if constexpr (TILES == 1) {
-      if (step & 1) finish<SPLIT, 2>(a, parts, step >> 1, 0, group, expert, lane, warp);
+      if (step & 1) finish<SPLIT, 2, PART>(a, parts, step >> 1, 0, group, expert, lane, warp);
     } else {
       ROLLED for (int i = 0; i < TILES / 2; i++)
-        if (step + 2 * i < last) finish<SPLIT, 2>(a, parts + 2 * i * SPLIT * PART, (step >> 1) + i, 0, group, expert, lane, warp);
+        if (step + 2 * i < last) finish<SPLIT, 2, PART>(a, parts + 2 * i * SPLIT * PART, (step >> 1) + i, 0, group, expert, lane, warp);
     }
   };
   Fill<B, TILES>::load(a, work, strip, thread, [&](int q) { return tile_of(first + q); });
@@ -626,28 +584,26 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) expand(Argument
   EACH_WIDTH
 }
 #else
-// Items `first` to `last` of a group.
-DI void run(const Arguments& a, int4 work, int first, int last) {
-#define TAKE(B)                                                                                \
-  if constexpr (LOW <= B && B <= HIGH)                                                         \
-    if (work.z == B) {                                                                         \
-      if constexpr (B < TABLE_BITS) run_low<(B < 4 ? B : 4)>(a, work, first, last, dynamic);   \
-      else run_high<(B > 4 ? B : 4)>(a, work, first, last, dynamic);                           \
-      return;                                                                                  \
+// Item `item` of a group, or ITEMS of them from there.
+DI void run(const Arguments& a, int4 work, int item) {
+#define TAKE(B)                                                                       \
+  if constexpr (LOW <= B && B <= HIGH)                                                \
+    if (work.z == B) {                                                                \
+      if constexpr (B < TABLE_BITS) run_low<(B < 4 ? B : 4)>(a, work, item, dynamic); \
+      else run_high<(B > 4 ? B : 4)>(a, work, item, dynamic);                         \
+      return;                                                                         \
     }
   EACH_WIDTH
 }
-#if DIRECT || ROUTES
+#if DIRECT
 struct Direct {
-  const long long* ids;    // [S] experts of the token; outside [0, experts): none
+  const long long* ids;    // [TOP_K] experts of the token; outside [0, experts): none
   const int* bits;         // [E]
   const int* offsets;      // [E] bytes of tables in their regions
   const int* live;         // [1] tokens that are real, or null
   float* statistics;       // [2, E] sums of router weights and squares, added to as `route` does; or null
   int experts;
 };
-#endif
-#if DIRECT
 DI void count(const Arguments& a, const Direct& d, int slot) {
   long long expert = d.ids[slot], mass = 0, square = 0;
   if (expert < 0 || expert >= d.experts) return;
@@ -670,166 +626,18 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) experts(Argumen
   bool none = expert < 0 || expert >= d.experts || (d.live && d.live[0] < 1);
   int4 work = none ? make_int4(0, -1, 0, 0) : make_int4(slot, (int)expert, d.bits[expert], d.offsets[expert]);
   int each = HALVED && work.z >= TABLE_BITS ? 2 : 1, item = blockIdx.x / each;
-  if (work.y >= 0 && item * each == (int)blockIdx.x) run(a, work, item, item + 1);
+  if (work.y >= 0 && item * each == (int)blockIdx.x) run(a, work, item);
   if (FIRST && GATED && d.statistics && blockIdx.x == 0 && threadIdx.x == 0 && !none) count(a, d, slot);
   at_the_end();
 }
 #else
-constexpr int ALL = (ROW_TILES + 1) / 2 << HALVED, UNITS = (ALL + ITEMS - 1) / ITEMS;
-constexpr u64 COSTS = 0x211b1613110b0a00ull;                    // a byte for each width from 1 bit on: measured time of an item
-DI u32 cost(int width) { return width ? (u32)(COSTS >> (8 * width - 8)) & 255 : 0; }
-DI u32 sum_up_to(u32 value, int lane) {                         // of the lanes up to this one
-  UNROLL for (int step = 1; step < 32; step *= 2) {
-    u32 other = __shfl_up_sync(~0u, value, step);
-    if (lane >= step) value += other;
-  }
-  return value;
-}
-#if ROUTES
-// All units (ITEMS items each) of all groups, in the order of experts, each with the cost of its width, are cut into as many
-// parts of equal cost as there are blocks. A share is one or more pieces, each of one group: the work of piece `number` of this
-// block, whose slots are listed at LIST_AT. Found anew for each piece, so that nothing of it occupies registers.
-DI int4 piece(const Arguments& a, const Direct& d, int number, int& first, int& last) {
-  int thread = thread_index(), lane = thread & 31, expert = 0, group = 0;
-  u32* costs = reinterpret_cast<u32*>(dynamic);                 // [experts] slots, then costs
-  __syncthreads();                                              // the piece before is over
-  ROLLED for (int e = thread; e < d.experts; e += 32 * WARPS) costs[e] = 0;
-  __syncthreads();
-  int count = d.live ? min(d.live[0] * TOP_K, a.slot_count) : a.slot_count;
-  ROLLED for (int s = thread; s < count; s += 32 * WARPS) {
-    long long e = d.ids[s];
-    if (e >= 0 && e < d.experts) atomicAdd(costs + e, 1u);
-  }
-  __syncthreads();
-  ROLLED for (int e = thread; e < d.experts; e += 32 * WARPS) {
-    int width = d.bits[e];
-    costs[e] = LOW <= width && width <= HIGH ? (costs[e] + TOKENS - 1) / TOKENS * (cost(width) * UNITS) : 0;
-  }
-  __syncthreads();
-  auto of = [&](int e) { return e < d.experts ? costs[e] : 0; };
-  u32 all = 0, begin = 0;                                       // `begin`: of what is looked at, in the order of all units
-  ROLLED for (int e = 0; e < d.experts; e += 32) all += __shfl_sync(~0u, sum_up_to(of(e + lane), lane), 31);
-  u32 from = (u32)((u64)all * blockIdx.x / gridDim.x), to = (u32)((u64)all * (blockIdx.x + 1) / gridDim.x);
-  ROLLED for (; expert < d.experts; expert += 32) {             // to the expert that `from` lies in
-    u32 mine = of(expert + lane), end = sum_up_to(mine, lane), inside = __ballot_sync(~0u, begin + end > from);
-    int at = inside ? __ffs(inside) - 1 : 31;
-    begin += __shfl_sync(~0u, inside ? end - mine : end, at);
-    if (inside) { expert += at; break; }
-  }
-  if (expert >= d.experts) return make_int4(0, -1, 0, 0);
-  u32 end = begin + costs[expert], each = cost(d.bits[expert]);
-  group = (from - begin) / (each * UNITS);                      // and to the group there
-  begin += group * each * UNITS;
-  ROLLED for (int i = 0; i < number; i++) {
-    begin += each * UNITS;
-    group++;
-    if (begin >= to) return make_int4(0, -1, 0, 0);
-    if (begin < end) continue;
-    for (expert++; of(expert) == 0;) expert++;                  // there is one, as begin < to
-    group = 0;
-    each = cost(d.bits[expert]);
-    end = begin + costs[expert];
-  }
-  first = (max(from, begin) - begin + each - 1) / each;
-  last = (min(to, begin + each * UNITS) - begin + each - 1) / each;
-  if (thread < 32) {
-    int* list = reinterpret_cast<int*>(dynamic + LIST_AT);
-    int before = -group * TOKENS;                               // slots of this expert, from the group's first on
-    ROLLED for (int s = lane; s - lane < count; s += 32) {
-      bool mine = s < count && d.ids[s] == expert;
-      u32 votes = __ballot_sync(~0u, mine);
-      int place = before + __popc(votes & ((1u << lane) - 1));
-      if (mine && place >= 0 && place < TOKENS) list[place] = s;
-      before += __popc(votes);
-    }
-    for (int place = lane; place < TOKENS; place += 32)
-      if (place >= before) list[place] = a.slot_count;
-  }
-  __syncthreads();
-  return make_int4(0, expert, d.bits[expert], d.offsets[expert]);
-}
-// Router weights in fixed point, so that the sums do not depend on the order of the threads; as `route` adds them.
-DI void count_routing(const Arguments& a, const Direct& d) {
-  u64* sums = reinterpret_cast<u64*>(dynamic);                  // [2, experts]
-  int count = d.live ? min(d.live[0] * TOP_K, a.slot_count) : a.slot_count;
-  __syncthreads();
-  for (int e = threadIdx.x; e < 2 * d.experts; e += 32 * WARPS) sums[e] = 0;
-  __syncthreads();
-  for (int s = threadIdx.x; s < count; s += 32 * WARPS) {
-    long long e = d.ids[s];
-    if (e < 0 || e >= d.experts) continue;
-    double weight = a.weights[s];
-    atomicAdd(sums + e, (u64)__double2ll_rn(weight * 4294967296.0));
-    atomicAdd(sums + d.experts + e, (u64)__double2ll_rn(weight * weight * 4294967296.0));
-  }
-  __syncthreads();
-  for (int e = threadIdx.x; e < 2 * d.experts; e += 32 * WARPS) d.statistics[e] += (float)((double)(long long)sums[e] / 4294967296.0);
-}
-extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) experts(Arguments a, Direct d) {
-  if (FIRST && GATED) wait_for_earlier();
-  if (!FIRST || GATED) let_next_begin();
-  if ((u32)__cvta_generic_to_shared(dynamic) != SHARED_BASE) __trap();
-  ROLLED for (int number = 0;; number++) {
-    int first, last;
-    int4 work = piece(a, d, number, first, last);
-    if (work.y < 0) break;
-    if (first < last) run(a, work, first * ITEMS, min(last * ITEMS, ALL));
-  }
-  if (FIRST && GATED && d.statistics && blockIdx.x == 0) count_routing(a, d);
-  at_the_end();
-}
-#else
-DI int4 listed(const Arguments& a, int place) {
-  if (place >= a.groups) return make_int4(0, -1, 0, 0);
-  uint4 v = load_written(reinterpret_cast<const uint4*>(a.work + CLASS * a.groups + place));
-  return make_int4(v.x, v.y, v.z, v.w);
-}
-// All units (ITEMS items each) in the order of the list, each with the cost of its width, are cut into as many parts of equal
-// cost as there are blocks. A share is one or more pieces, each of one group: the work of piece `number` of this block. Found
-// anew for each piece, so that nothing of it occupies registers.
-DI int4 piece(const Arguments& a, int number, int& first, int& last) {
-  int lane = threadIdx.x & 31, place = 0;
-  u32 all = 0, begin = 0;                                       // `begin`: of the group at `place`
-  ROLLED for (int i = 0; i < a.groups; i += 128) {
-    u32 some[4];
-    UNROLL for (int j = 0; j < 4; j++) some[j] = cost(listed(a, i + j * 32 + lane).z);
-    all += __shfl_sync(~0u, sum_up_to(some[0] + some[1] + some[2] + some[3], lane), 31) * UNITS;
-  }
-  u32 from = (u32)((u64)all * blockIdx.x / gridDim.x), to = (u32)((u64)all * (blockIdx.x + 1) / gridDim.x);
-  ROLLED for (; place < a.groups; place += 32) {                // to the group that `from` lies in
-    u32 mine = cost(listed(a, place + lane).z), end = sum_up_to(mine, lane);
-    u32 inside = __ballot_sync(~0u, begin + end * UNITS > from);
-    int at = inside ? __ffs(inside) - 1 : 31;
-    begin += __shfl_sync(~0u, inside ? end - mine : end, at) * UNITS;
-    if (inside) { place += at; break; }
-  }
-  int4 work = listed(a, place);
-  ROLLED for (int i = 0; i < number; i++) { begin += cost(work.z) * UNITS; work = listed(a, ++place); }
-  u32 each = cost(work.z), end = begin + each * UNITS;
-  if (work.y < 0 || begin >= to) return make_int4(0, -1, 0, 0);
-  first = (max(from, begin) - begin + each - 1) / each;
-  last = (min(to, end) - begin + each - 1) / each;
-  return work;
-}
 extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) experts(Arguments a) {
   if (FIRST && GATED) wait_for_earlier();
   if (!FIRST || GATED) let_next_begin();
-  if ((TABLE_BITS <= HIGH || HYBRID) && (u32)__cvta_generic_to_shared(dynamic) != SHARED_BASE) __trap();
-#if SHARES
-  ROLLED for (int number = 0;; number++) {
-    int first, last;
-    int4 work = piece(a, number, first, last);
-    if (work.y < 0) break;
-    if (number) __syncthreads();                                // the sums of the piece before are read
-    if (first < last) run(a, work, first * ITEMS, min(last * ITEMS, ALL));
-  }
-#else
-  int4 work = listed(a, blockIdx.y);
-  int first = blockIdx.x * ITEMS;
-  if (work.y >= 0) run(a, work, first, ITEMS == 1 ? first + 1 : min(first + ITEMS, ALL));
-#endif
+  uint4 listed = load_written(reinterpret_cast<const uint4*>(a.work + CLASS * a.groups + blockIdx.y));
+  if ((u32)__cvta_generic_to_shared(dynamic) != SHARED_BASE) __trap();
+  if ((int)listed.y >= 0) run(a, make_int4(listed.x, listed.y, listed.z, listed.w), blockIdx.x * ITEMS);
   at_the_end();
 }
-#endif
 #endif
 #endif
