@@ -10,6 +10,7 @@ Axes as in `reference.py`. S = T * k slots, G groups (a bound that depends on sh
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -154,7 +155,9 @@ def _power_of_two(count: int) -> int:
     return 1 << (count - 1).bit_length()
 
 
-def kernel(source: str, name: str, defines: dict[str, int], device: torch.device) -> nvrtc.Kernel:
+def kernel(
+    source: str, name: str, defines: Mapping[str, nvrtc.Define], device: torch.device
+) -> nvrtc.Kernel:
     """A kernel with these macros for a device, compiled once."""
     index = torch.cuda.current_device() if device.index is None else device.index
     return nvrtc.kernel(source, name, tuple(defines.items()), index)

@@ -155,13 +155,15 @@ def compile_source(source: str, defines: Mapping[str, Define], capability: int) 
         ValueError: It does not compile; the message is the compiler's.
     """
     program = _check(nvrtc.nvrtcCreateProgram(_text(source), source.encode(), 0, [], []))
-    options = [f"--gpu-architecture=sm_{capability}", "-std=c++17", "-default-device"]
+    own = "a" if capability == 90 else ""  # with the instructions that later devices lack
+    options = [f"--gpu-architecture=sm_{capability}{own}", "-std=c++17", "-default-device"]
     options += [f"-D{key}={value}" for key, value in defines.items()]
     status = nvrtc.nvrtcCompileProgram(program, len(options), [o.encode() for o in options])[0]
     if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
         log = bytes(_check(nvrtc.nvrtcGetProgramLogSize(program)))
         _check(nvrtc.nvrtcGetProgramLog(program, log))
-        raise ValueError(f"{source} does not compile: {log.decode(errors='replace').strip()}")
+        message = log.rstrip(b"\0").decode(errors="replace").strip()
+        raise ValueError(f"{source} does not compile: {message}")
     code = bytes(_check(nvrtc.nvrtcGetCUBINSize(program)))
     _check(nvrtc.nvrtcGetCUBIN(program, code))
     _check(nvrtc.nvrtcDestroyProgram(program))
