@@ -31,6 +31,7 @@ from pw_kernels import products, step
 from pw_kernels.products import Gated, Norm
 
 MODEL_TYPES = ("qwen2_moe", "qwen3_moe", "mixtral")
+_FIXED_ROTATIONS = ("default", "linear", "llama3", "yarn")
 _log = logging.getLogger(__name__)
 
 
@@ -46,7 +47,7 @@ class FlatDecoder:
         base = model.model
         if kernels is None:
             kernels = model.lm_head.weight.device.type == "cuda"
-        self._rotary = base.rotary_emb.forward
+        self._rotary = _Rotary(base.rotary_emb, kernels)
         self._embedding: Tensor = base.embed_tokens.weight
         self._layers = [_Layer(layer, kernels) for layer in base.layers]
         self._norm = _Norm(base.norm, kernels)
@@ -72,8 +73,7 @@ class FlatDecoder:
     ) -> Tensor:
         """See `Skeleton.hidden`."""
         x = embedding(input_ids, self._embedding)
-        cos, sin = self._rotary(x, positions.unsqueeze(0))  # [1, T, D]
-        turn = _Turn(cos[0], sin[0], self._signs)
+        turn = _Turn(*self._rotary(x, positions), self._signs)
         for layer in self._layers:
             x = layer(x, turn, context)
         return self._norm(x.index_select(0, keep))
@@ -108,6 +108,21 @@ class _Norm:
         if self._kernel:
             return step.rms_norm(x, self._weight, self._epsilon)
         return rms_norm(x, self._weight.shape, self._weight, self._epsilon)
+
+
+class _Rotary:
+    """Cosines and sines [T, D] of positions: on a GPU one kernel, if frequencies never change."""
+
+    def __init__(self, module: Any, kernels: bool) -> None:
+        self._module = module
+        self._kernel = kernels and getattr(module, "rope_type", None) in _FIXED_ROTATIONS
+
+    def __call__(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        if self._kernel:
+            scaling = float(self._module.attention_scaling)
+            return step.angles(positions, self._module.inv_freq, scaling, x.dtype)
+        cos, sin = self._module.forward(x, positions.unsqueeze(0))
+        return cos[0], sin[0]
 
 
 class _Turn:
