@@ -45,16 +45,12 @@ class Tuning:
     Attributes:
         split: Warps that share the columns of a row tile; a block has twice as many.
         blocks: Blocks wanted on a multiprocessor; bounds the registers of a thread.
-        items: Pairs of row tiles that a block takes at least.
-        resident: Bytes of shared memory for tables, where they are there: a block takes as many row
-            tiles at once as fit, and the rest in turn.
+        items: Pairs of row tiles that a block takes, where tables are in shared memory.
+        resident: Bytes of shared memory for tables, there: a block takes as many row tiles at once
+            as fit, and the rest in turn.
         pingpong: Two turns of the loop instead of one, so that no register is copied; up to 6 bits.
-        shares: One wave of blocks shares out all work; else a block for each `items`.
-        mixed: At 4 bits every second row block looks up in shared memory.
-        halved: Half of the rows of a pair of row tiles are taken at once, where tables are in
-            registers; not for a launch of both kinds, unless there are no lists.
-        prefetch: `down` brings its planes to the L2 cache while it waits, where tables are in
-            registers.
+        halved: A block takes half of the rows of a pair of row tiles, where tables are in
+            registers; for launches of that kind alone, and for plans that are `direct`.
     """
 
     split: int
@@ -62,10 +58,7 @@ class Tuning:
     items: int = 1
     resident: int = 64 << 10
     pingpong: bool = False
-    shares: bool = False
-    mixed: bool = False
     halved: bool = False
-    prefetch: bool = False
 
 
 @dataclass(frozen=True)
@@ -80,7 +73,6 @@ class Plan:
         widths: Least and greatest width that a block may have.
         overlap: Launches may begin while the one before ends.
         direct: A single token needs no list: each of its slots is a group.
-        routes: Blocks that share out all work find the slots of experts themselves.
     """
 
     token_tiles: int
@@ -90,7 +82,6 @@ class Plan:
     widths: tuple[int, int] = (2, MAX_BITS)
     overlap: bool = True
     direct: bool = False
-    routes: bool = False
 
     @property
     def classes(self) -> tuple[tuple[int, int, Tuning], ...]:
@@ -167,16 +158,16 @@ def fused_moe(
         )  # fmt: skip
     if plan is None:
         plan = choose_plan(count, experts, nvrtc.shared_bytes(device.index or 0))
-    direct, routes = plan.direct and tokens == 1, plan.routes and not (plan.direct and tokens == 1)
+    direct = plan.direct and tokens == 1
     modules = (gate_up, down)
-    if direct or routes:
+    if direct:
         routed = _unlisted(topk_ids, topk_weights, gate_up, live)
     else:
         routed = route(
             topk_ids, topk_weights, modules, _MMA_TOKENS * plan.token_tiles, plan.classes[0][1],
             statistics, live,
         )  # fmt: skip
-    x, groups = x.contiguous(), count if direct or routes else len(routed.slots)
+    x, groups = x.contiguous(), count if direct else len(routed.slots)
     hidden = torch.empty(count, down.cols, dtype=x.dtype, device=device)
     results = torch.empty(count, down.rows, dtype=torch.float32, device=device)
     for module, pages, source, target, bias in (
@@ -191,13 +182,12 @@ def fused_moe(
             target.data_ptr(), count, groups, TILE_BYTES,
         )  # fmt: skip
         given: tuple[ctypes.Structure, ...] = (arguments,)
-        if direct or routes:
+        if direct:
             given = (arguments, _direct(routed, pages, statistics))
         defines = {
             **shape_constants(pages, arena.shape[1]), "FLOAT16": int(x.dtype == torch.float16),
             "TOP_K": top_k, "GATED": 1 - module, "KIND": KINDS[activation],
             "BIAS": int(bias is not None), "EXPAND": 0, "DIRECT": int(direct),
-            "ROUTES": int(routes),
         }  # fmt: skip
         _launch_classes(plan, pages, groups, defines, given, device)
     combine(results, routed, out, overlap=plan.overlap)
@@ -253,43 +243,24 @@ def _launch_classes(
             **defines, "CLASS": number, "LOW": low, "HIGH": high, "NT": plan.token_tiles,
             "WK": tuning.split, "ITEMS": tuning.items, "BLOCKS": tuning.blocks,
             "TABLE_BITS": plan.register_bits + 1, "FIRST": first, "RESIDENT": tuning.resident,
-            "PINGPONG": int(tuning.pingpong), "SHARES": int(tuning.shares),
-            "HYBRID": int(tuning.mixed), "PREFETCH": int(tuning.prefetch),
-            "HALVED": int(tuning.halved),
+            "PINGPONG": int(tuning.pingpong), "HALVED": int(tuning.halved),
             "SHARED_BASE": nvrtc.reserved_shared_bytes(index),
         }  # fmt: skip
         shared = max(_shared_bytes(b, plan, tuning) for b in range(low, high + 1))
-        if defines["ROUTES"]:
-            constants["LIST_AT"] = shared
-            shared += 4 * _MMA_TOKENS * plan.token_tiles
         units = -(-(pairs << tuning.halved) // tuning.items)
-        grid: tuple[int, ...] = (units, groups)
-        if tuning.shares:
-            grid = (min(_places(shared, tuning, index), units * groups),)
         kernel("moe.cu", "experts", constants, device).launch(
-            grid, 2 * _LANES * tuning.split, shared, *arguments, overlap=plan.overlap
+            (units, groups), 2 * _LANES * tuning.split, shared, *arguments, overlap=plan.overlap
         )
         first = 0
 
 
-def _places(shared: int, tuning: Tuning, device: int) -> int:
-    """Blocks that a device holds at once, each with `shared` bytes of dynamic shared memory."""
-    room = nvrtc.device_attribute("MAX_SHARED_MEMORY_PER_MULTIPROCESSOR", device)
-    each = shared + nvrtc.reserved_shared_bytes(device)
-    multiprocessors = nvrtc.device_attribute("MULTIPROCESSOR_COUNT", device)
-    return multiprocessors * max(1, min(tuning.blocks, room // each))
-
-
 def _shared_bytes(bits: int, plan: Plan, tuning: Tuning) -> int:
-    """Dynamic shared memory of a block for one width: tables, parts of sums, tiles in flight."""
+    """Dynamic shared memory of a block for one width: tables, tiles in flight, parts of sums."""
     warps, tokens = 2 * tuning.split, plan.token_tiles
     parts = warps * tokens * 1024
     if bits <= plan.register_bits:
-        spread = 4096 if bits == 4 and tuning.mixed else 0
-        stages = warps * 2 * ((bits * 512 >> tuning.halved) + tokens * 2048)
-        if tuning.items == 1 and not tuning.shares:
-            return spread + stages
-        return spread + stages + ((2 * (64 << bits) + parts) >> tuning.halved)
+        spread = 4096 if bits == 4 else 0
+        return spread + warps * 2 * ((bits * 512 >> tuning.halved) + tokens * 2048)
     tiles = 1
     while (
         2 * tiles * (256 << bits) <= tuning.resident

@@ -20,7 +20,7 @@ BLOCK = {
     "PLANES": 8, "PP": 22, "LP": 44, "PAGE_SHIFT": 15, "GATED": 1, "KIND": 0, "BIAS": 0,
     "CLASS": 0, "LOW": 2, "HIGH": 4, "NT": 1, "WK": 2, "ITEMS": 1, "BLOCKS": 1, "TABLE_BITS": 5,
     "SHARED_BASE": 1024, "EXPAND": 0, "FIRST": 1, "RESIDENT": 65536, "PINGPONG": 0,
-    "SHARES": 0, "HYBRID": 0, "HALVED": 0, "DIRECT": 0,
+    "HALVED": 0, "DIRECT": 0,
 }  # fmt: skip
 
 
@@ -43,9 +43,7 @@ def test_compiles_ahead_of_time(compile_source: Any, capability: int) -> None:
         {"GATED": 0, "ROWS": 1000, "COLS": 712, "ROW_TILES": 32, "COL_TILES": 6, "BIAS": 1},
         {"FLOAT16": 1, "CLASS": 1, "LOW": 5, "HIGH": 8, "WK": 4, "ITEMS": 2, "KIND": 1},
         {"NT": 8, "KIND": 2},
-        {"SHARES": 1, "HYBRID": 1, "NT": 2},
-        {"SHARES": 1, "CLASS": 1, "LOW": 5, "HIGH": 8, "WK": 4, "ITEMS": 2, "PINGPONG": 1},
-        {"DIRECT": 1, "HYBRID": 1, "HALVED": 1, "HIGH": 8},
+        {"DIRECT": 1, "HALVED": 1, "HIGH": 8},
         {"EXPAND": 1, "HIGH": 8},
     ):
         assert len(compile_source("moe.cu", BLOCK | defines, capability)) > 1000
@@ -137,16 +135,11 @@ ALL_WIDTHS = [2, 3, 4, 5, 6, 7, 8]
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("token_tiles", [1, 2, 4, 8])
 @pytest.mark.parametrize("register_bits", [3, 4])
-@pytest.mark.parametrize("shares", [False, True])
-def test_all_widths_in_one_launch(
-    token_tiles: int, register_bits: int, shares: bool, dtype: torch.dtype
-) -> None:
-    low = cuda_moe.Tuning(2, 1, shares=shares, mixed=True)
-    high = cuda_moe.Tuning(2, 1, items=2, shares=shares)
+def test_all_widths_in_one_launch(token_tiles: int, register_bits: int, dtype: torch.dtype) -> None:
+    low, high = cuda_moe.Tuning(2, 1), cuda_moe.Tuning(2, 1, items=2)
     call = Call(ALL_WIDTHS * 2, 392, 96, tokens=60, top_k=3, dtype=dtype)
     call.check(plan=cuda_moe.Plan(token_tiles, low, high, register_bits))
-    all_widths = cuda_moe.Tuning(2, 1, shares=shares)
-    call.check(plan=cuda_moe.Plan(token_tiles, all_widths, None, register_bits))
+    call.check(plan=cuda_moe.Plan(token_tiles, low, None, register_bits))
 
 
 @pytest.mark.gpu
@@ -154,8 +147,9 @@ def test_all_widths_in_one_launch(
 @pytest.mark.parametrize("halved", [False, True])
 def test_a_single_token_without_a_list(halved: bool) -> None:
     call = Call(ALL_WIDTHS, 392, 96, tokens=1, top_k=7)
-    tuning = cuda_moe.Tuning(4, 2, mixed=True, halved=halved)
-    direct, listed = (cuda_moe.Plan(1, tuning, None, direct=d) for d in (True, False))
+    tuning = cuda_moe.Tuning(4, 2, halved=halved)
+    direct = cuda_moe.Plan(1, tuning, None, direct=True)
+    listed = cuda_moe.Plan(1, cuda_moe.Tuning(4, 2), None)
     call.check(plan=direct)
     assert torch.equal(call(plan=direct), call(plan=listed))
     got, want = torch.ones(2, 7).cuda(), torch.ones(2, 7).cuda()

@@ -27,7 +27,6 @@ SLOTS = 8  # of a group
 INSTRUCTIONS = [  # defined by cuda_on_cpu.h
     "prmt", "lop3", "mad", "mad_wide", "load_stream", "load_written", "multiply", "to_half",
     "wait_for_earlier", "let_next_begin", "copy_async", "copy_async8", "commit", "wait", "entry",
-    "thread_index", "prefetch",
 ]  # fmt: skip
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
@@ -91,7 +90,7 @@ def blocks(rows: int, cols: int) -> tuple[torch.Tensor, WeightPages, dict[str, i
     placed = testing.random_blocks(arena, rows, cols, WIDTHS)
     constants = {
         "FLOAT16": 0, "KIND": 0, "BIAS": 0, "CLASS": 0, "LOW": 2, "HIGH": 8, "NT": 1, "WK": 4,
-        "ITEMS": 1, "BLOCKS": 1, "SHARES": 0, "HALVED": 0, "DIRECT": 0, "HYBRID": 0,
+        "ITEMS": 1, "BLOCKS": 1, "HALVED": 0, "DIRECT": 0,
         "TABLE_BITS": 5, "EXPAND": 0, "FIRST": 1, "RESIDENT": 65536, "PINGPONG": 1,
         "ROWS": rows, "COLS": cols, "ROW_TILES": -(-rows // 32),
         "COL_TILES": -(-cols // 128), "PLANES": placed.plane_pages.shape[1],
@@ -148,21 +147,17 @@ class Case:
 
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize(
-    ("constants", "columns"),
-    [
-        ({}, None),  # a block for each item
-        ({"SHARES": 1, "HYBRID": 1}, 11),
-        ({"SHARES": 1, "ITEMS": 2, "HYBRID": 1, "WK": 2, "NT": 2}, 3),
-        ({"SHARES": 1, "HALVED": 1, "HYBRID": 1, "WK": 1, "TABLE_BITS": 5, "HIGH": 4}, 5),
-    ],
+    "constants",
+    [{}, {"NT": 2, "WK": 2}, {"HALVED": 1, "WK": 1, "HIGH": 4}, {"ITEMS": 2, "LOW": 5}],
 )
 def test_every_width_of_the_decode_kernel(
-    tmp_path: Path, gated: bool, constants: dict[str, int], columns: int | None
+    tmp_path: Path, gated: bool, constants: dict[str, int]
 ) -> None:
     case = Case(gated, tokens=12, top_k=3)
     defines = case.constants | constants
     groups, work, size = [], [], SLOTS * defines["NT"]
-    case.ids %= defines["HIGH"] - 1  # the widths that the kernel takes
+    low = defines["LOW"]
+    case.ids = case.ids % (defines["HIGH"] + 1 - low) + low - 2  # the widths that the kernel takes
     for expert, width in enumerate(WIDTHS):
         for part in (case.ids == expert).nonzero().flatten().split(size):
             places = torch.full((size,), case.count, dtype=torch.int32)
@@ -172,31 +167,11 @@ def test_every_width_of_the_decode_kernel(
     work.append([0, -1, 0, 0])  # a group that is not needed
     slots, listed = torch.stack([*groups, groups[0]]), torch.tensor(work, dtype=torch.int32)
     library = compile_kernel(tmp_path, "experts(*(const Arguments*)all);", defines)
-    grid = ((defines["ROW_TILES"] + 1) // 2, len(slots)) if columns is None else (columns, 1)
-    library.run(ctypes.byref(case.arguments(listed, slots)), *grid, 64 * defines["WK"])
+    pairs = (defines["ROW_TILES"] + 1) // 2 << defines["HALVED"]
+    columns = -(-pairs // defines["ITEMS"])
+    arguments = case.arguments(listed, slots)
+    library.run(ctypes.byref(arguments), columns, len(slots), 64 * defines["WK"])
     case.check()
-
-
-@pytest.mark.parametrize("gated", [True, False])
-@pytest.mark.parametrize("low", [2, 5])
-def test_blocks_that_find_the_slots_themselves(tmp_path: Path, gated: bool, low: int) -> None:
-    case = Case(gated, tokens=25, top_k=3)
-    case.ids = case.ids % (9 - low) + low - 2  # the widths that the kernel takes
-    experts = len(WIDTHS)
-    live, counted = torch.full((1,), 24, dtype=torch.int32), torch.ones(2, experts)
-    defines = case.constants | {"ROUTES": 1, "SHARES": 1, "HYBRID": 1, "LOW": low}
-    defines |= {"ITEMS": 2, "LIST_AT": 200_000}
-    library = compile_kernel(tmp_path, case.without_lists(live, counted), defines)
-    arguments = case.arguments(torch.empty(0), torch.empty(0))
-    library.run(ctypes.byref(arguments), 7, 1, 64 * defines["WK"])
-    assert case.out[72:].isnan().all()  # the token that is not live
-    case.out, case.ids, case.count = case.out[:72], case.ids[:72], 72
-    case.weights = case.weights[:72]
-    case.check()
-    want = torch.ones(2, experts)
-    if gated:
-        reference.count_routing(want, case.ids[None], case.weights[None])
-    torch.testing.assert_close(counted, want)
 
 
 @pytest.mark.parametrize("gated", [True, False])
@@ -206,7 +181,7 @@ def test_one_token_needs_no_list(tmp_path: Path, gated: bool, halved: int) -> No
     experts = len(WIDTHS)
     live, counted = torch.ones(1, dtype=torch.int32), torch.ones(2, experts)
     call = case.without_lists(live, counted)
-    defines = case.constants | {"DIRECT": 1, "HYBRID": 1, "HALVED": halved}
+    defines = case.constants | {"DIRECT": 1, "HALVED": halved}
     library = compile_kernel(tmp_path, call, defines)
     grid = ((defines["ROW_TILES"] + 1) // 2 << halved, experts)
     arguments = case.arguments(torch.empty(0), torch.empty(experts))

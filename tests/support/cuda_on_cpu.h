@@ -37,8 +37,6 @@ inline u32 __shfl_up_sync(u32, u32 value, int step) {
   return warp_take(value, lane < step ? lane : lane - step);
 }
 inline u32 __ballot_sync(u32, bool vote) { return warp_vote(vote); }
-template <class T> T atomicAdd(T* where, T what) { T old = *where; *where += what; return old; }
-inline int __popc(u32 value) { return __builtin_popcount(value); }
 inline int __ffs(u32 value) { return __builtin_ffs((int)value); }
 inline void __trap() { abort(); }
 inline long long __double2ll_rn(double value) { return llrint(value); }
@@ -68,7 +66,6 @@ template <int TABLE> u32 lop3(u32 a, u32 b, u32 c) {
     if (TABLE >> i & 1) result |= (i & 4 ? a : ~a) & (i & 2 ? b : ~b) & (i & 1 ? c : ~c);
   return result;
 }
-inline int thread_index() { return threadIdx.x; }
 inline u32 mad(u32 a, u32 b, u32 c) { return a * b + c; }
 inline u64 mad_wide(u32 a, u32 b, u64 c) { return (u64)a * b + c; }
 inline uint4 load_stream(const void* p) { return at<uint4>((u64)p); }
@@ -90,7 +87,6 @@ inline void copy_async8(u32 to, u64 from) {
   if (to % 8 || from % 8) abort();
   memcpy(dynamic + to - SHARED_BASE, (const void*)from, 8);
 }
-inline void prefetch(u64) {}
 inline void commit() {}
 template <int PENDING> void wait() {}
 template <int OFFSET> u32 entry(u32 address) { return at<u16>((u64)dynamic + address + OFFSET); }
