@@ -269,9 +269,10 @@ def matrix(
     )
     settings = asdict(cells) | {"seconds": None if seconds == float("inf") else seconds}
     tell = (lambda _: None) if common.quiet else (lambda text: typer.echo(text, err=True))
-    figures = {"model": model, "settings": settings} | run_matrix(path, config, cells, tell)
+    figures: dict[str, Any] = {"model": model, "settings": settings}
     if transformers:
         figures["transformers"] = transformers_generate(path, device_of(config), cells.contexts)
+    figures |= run_matrix(path, config, cells, tell)
     if budget is not None:
         fixed = [name for name in cells.policies if not name.startswith("adaptive")]
         within = replace(config, memory_budget=budget)

@@ -161,6 +161,17 @@ def test_cells_that_come_too_late_are_named(folder: Path) -> None:
     assert {cell["left_out"] for cell in found["cells"]} == {"no time left"}
 
 
+def test_adaptive_policies_share_an_engine_widest_first(folder: Path) -> None:
+    policies = ("adaptive:2", "dense", "adaptive:4")
+    told: list[str] = []
+    matrix = replace(SMALL, policies=policies, batches=(1,), steps=1, prompt_tokens=1)
+    found = run_matrix(folder, CONFIG, matrix, told.append)
+    assert [cell["policy"] for cell in found["cells"]] == ["adaptive:4", "adaptive:2", "dense"]
+    assert sum("ready" in text for text in told) == 2
+    bits = [cell["mean_bits"] for cell in found["cells"]]
+    assert bits[0] > bits[1] >= 2
+
+
 def test_ratios_of_cells() -> None:
     def cell(policy: str, speed: float, planes: int) -> dict[str, Any]:
         names = ("luts", "experts_dense", "dense", "kv", "tables", "workspace")

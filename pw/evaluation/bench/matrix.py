@@ -144,9 +144,11 @@ def run_matrix(
 
 def _by_engine(policies: Iterable[str]) -> list[list[str]]:
     """Policies that share an engine: adaptive ones, most bytes first (planes are only given up)."""
-    adaptive = sorted((p for p in policies if p.startswith("adaptive")), reverse=True)
-    others = [[policy] for policy in policies if not policy.startswith("adaptive")]
-    return [*others, adaptive] if adaptive else others
+    groups: dict[str, list[str]] = {}
+    for policy in policies:
+        kind = policy.partition(":")[0]
+        groups.setdefault(kind if kind == "adaptive" else policy, []).append(policy)
+    return [sorted(group, reverse=True) for group in groups.values()]
 
 
 def _start(

@@ -1,8 +1,14 @@
-"""What the comparison of policies says: ratios of its cells, and tables for people."""
+"""What the comparison of policies says: ratios of its cells, and tables for people.
+
+python -m pw.evaluation.bench.tables benchmarks/results/matrix.json      # of a saved run
+"""
 
 from __future__ import annotations
 
+import json
+import sys
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 from pw.config import format_bytes
@@ -142,3 +148,7 @@ def _context_line(row: dict[str, Any]) -> str:
         f"{name}| {row['context']} | {row['served']} | {row['mean_bits_before']:.2f} "
         f"| {row['mean_bits_with_it']:.2f} |"
     )
+
+
+if __name__ == "__main__":
+    print(*(report(json.loads(Path(name).read_text("utf-8"))) for name in sys.argv[1:]), sep="\n\n")
