@@ -22,7 +22,7 @@ from pw.planning.table import BlockTable
 from pw.store.artifact import Artifact
 from pw.store.manifest import BlocksKey, blocks_name
 from pw_kernels.bitplane import lut_bytes, plane_bytes
-from pw_pipelines.sharing import choose_table_bytes
+from pw_pipelines.sharing import WIDEST, choose_table_bytes
 
 _METRIC = "output_gradient"
 
@@ -74,12 +74,12 @@ def plan_focus(artifact: Artifact, bits: float) -> Focus:
     table = BlockTable.from_artifact(
         artifact.table("sensitivity"), _METRIC, geometry, costs, widths
     )
-    everywhere = np.full(geometry.blocks, widths[0])
+    widest = widths[-1] if table_bytes is None else min(widths[-1], WIDEST)
     state = PlannerState(
         widths=widths,
-        bits=everywhere - widths[0] + widths[-1],
-        floors=everywhere,
-        ceil=everywhere - widths[0] + widths[-1],
+        bits=np.full(geometry.blocks, widest),
+        floors=np.full(geometry.blocks, widths[0]),
+        ceil=np.full(geometry.blocks, widest),
         cost_bytes=costs,
         damage=transition_costs(table.sensitivity),
     )

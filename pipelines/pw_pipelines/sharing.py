@@ -23,7 +23,7 @@ from pw_pipelines.codebook import Codebook, fit_codebook
 
 TABLE_BYTES = 4096  # a page of the smallest size
 _DEAR = 0.5  # bits a weight that tables of four bits may cost before rows share them
-_START_BITS = 6  # codes start from a fit of as many rows as share a table of this width
+WIDEST = 6  # bits: codes start from a fit of as many rows as share this table, more mean too little
 
 
 def choose_table_bytes(geometry: ExpertGeometry, max_bits: int) -> int | None:
@@ -76,11 +76,11 @@ def fit_shared(
 ) -> Codebook:
     """The k-means from which a refit with shared tables starts, of rows [E * N, K].
 
-    Rows that share a table of `_START_BITS` are one long row to it, so that their codes mean the
-    same; at other widths more or fewer rows share, which the refit sees to.
+    Rows that share a table of `WIDEST` bits are one long row to it, so that their codes mean the
+    same; of narrower tables fewer rows share, which the refit sees to.
     """
     blocks, rows, cols = weights.shape
-    apart = period(rows, min(_START_BITS, widths[-1]), table_bytes)
+    apart = period(rows, min(WIDEST, widths[-1]), table_bytes)
     times = rows // apart
     long = weights.view(blocks, times, apart, cols).transpose(1, 2).reshape(-1, times * cols)
     counts = moments.repeat(1, times).repeat_interleave(apart, 0)

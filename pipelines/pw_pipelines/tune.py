@@ -10,7 +10,7 @@ and the unquantized model stay what they were. The artifact that was read is lef
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from pw_pipelines import quantize, sensitivity, trace
 from pw_pipelines.focus import Focus, plan_focus
 from pw_pipelines.progress import Progress
 from pw_pipelines.ranks import ALONE, Ranks
+from pw_pipelines.sharing import WIDEST
 
 
 @dataclass(frozen=True)
@@ -73,11 +74,16 @@ def run(
     start = Artifact.open(source)
     settings = _settings_of(start)
     focus = plan_focus(start, config.bits)
+    if focus.table_bytes is not None:
+        settings = replace(settings, max_bits=min(start.max_bits, WIDEST))
     name = model or start.manifest.model.source
     shares = ", ".join(f"{count} at {width} bits" for width, count in focus.counts().items())
     progress.note(f"tuned for the bytes of {config.bits:g} bits: {shares}")
     if focus.table_bytes is not None:
-        progress.note(f"rows are short: they share tables of {focus.table_bytes:,} bytes a block")
+        progress.note(
+            f"rows are short: they share tables of {focus.table_bytes:,} bytes a block, "
+            f"of {settings.max_bits} bits at most"
+        )
     how: dict[str, Any] = {"overwrite": overwrite, "device": device, "ranks": ranks}
     quantize.run(name, out, settings, progress, recipe=recipe, focus=focus, **how)
     for measure in (sensitivity.run, trace.run):

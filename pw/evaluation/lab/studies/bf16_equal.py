@@ -1,7 +1,7 @@
 """The fewest bytes at which the loss is that of the unquantized model, inside the paired interval.
 
 Once with bytes as they are, once as if LUTs cost what they cost at rows of 2,048 columns (planned
-for those costs too).
+for those costs too). Where rows share their tables (`pw tune`) they cost no more than that already.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ def run(room: Room) -> dict[str, Any]:
     long_rows = bare_costs(model.geometry, model.widths, LONG_ROW)
     rows: list[Row] = []
     for label, costs in zip(BUDGETS, (room.costs, long_rows), strict=True):
+        if costs is long_rows and model.artifact.table_bytes is not None:
+            continue
         planner = ProductPlanner(model, model.artifact, costs)
         budgets = {f"{mean:g}": _bytes_at(costs, model.widths, mean) for mean in BUDGETS[label]}
         budgets["28 % of BF16"] = int((1 - TARGET) * room.dense_bytes)
@@ -33,7 +35,7 @@ def run(room: Room) -> dict[str, Any]:
             bits = planner.bits(budget)
             share = total_bytes(costs, model.widths, bits) / room.dense_bytes
             rows.append(_row(room, label, f"PagedWeight, {name}", bits, share))
-        for width in (4, 5):
+        for width in (4, 5, 6):
             bits = uniform(model.geometry.blocks, width)
             share = total_bytes(costs, model.widths, bits) / room.dense_bytes
             rows.append(_row(room, label, f"uniform {width}", bits, share))
