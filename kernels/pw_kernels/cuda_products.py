@@ -87,6 +87,8 @@ def gated_product(
     bias: Tensor | None,
     norm: Norm | None,
     plan: Plan | None = None,
+    *,
+    overlap: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See `products.gated_product`."""
     tokens = x.shape[0]
@@ -97,7 +99,7 @@ def gated_product(
     given = {"out": out, "rest": rest}
     if norm is not None:
         given["normed"] = normed
-    _launch(x, weight, bias, norm, plan, constants, **given)
+    _launch(x, weight, bias, norm, plan, constants, overlap, **given)
     return out, rest, normed
 
 
@@ -108,6 +110,7 @@ def _launch(
     norm: Norm | None,
     plan: Plan | None,
     constants: dict[str, int],
+    overlap: bool = True,
     **given: Tensor,
 ) -> None:
     tokens, (rows, cols) = x.shape[0], weight.shape
@@ -134,7 +137,7 @@ def _launch(
     processors = nvrtc.device_attribute("MULTIPROCESSOR_COUNT", _index(x))
     kernel.launch(
         plan.grid(tiles, processors), 32 * plan.warps, plan.shared_bytes(cols, norm is not None),
-        arguments, overlap=True,
+        arguments, overlap=overlap,
     )  # fmt: skip
 
 

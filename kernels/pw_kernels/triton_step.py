@@ -340,6 +340,6 @@ def join(x: Tensor, routed: Tensor, shared: Tensor, share: Tensor | None) -> Ten
         SIZE=size,
         BLOCK=_BLOCK,
         HAS_SHARE=share is not None,
-        **overlap(x.device),
+        OVERLAP=False,  # it may come where streams meet
     )
     return out

@@ -1,0 +1,210 @@
+"""Norms, MLPs and experts of the flat forward pass (`pw.models.flat`), each with its residual.
+
+Axes: T tokens, H hidden, I inner, E experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear, rms_norm, silu
+
+from pw.models.experts import activation_name
+from pw.models.fusion import concatenate
+from pw.models.routers import Route, fused_route
+from pw_kernels import products, step
+from pw_kernels.products import Gated, Norm
+
+BESIDE_TOKENS = 0  # up to here a shared expert runs beside the routed ones, on a GPU
+
+
+class FlatNorm:
+    """RMS norm: one kernel on a GPU, five small calls on a CPU, where torch's own takes ten.
+
+    Attributes:
+        joined: What a product needs that takes it along.
+    """
+
+    def __init__(self, module: Any, kernels: bool) -> None:
+        weight: Tensor = module.weight
+        self._kernel = kernels
+        size, self._epsilon = weight.shape[0], float(module.variance_epsilon)
+        self._weight = weight
+        self.joined = Norm(weight, self._epsilon)
+        on_cpu = weight.device.type == "cpu"
+        self._split = not kernels and on_cpu and weight.dtype == torch.float32
+        if self._split:
+            self._offset = weight.new_full((1, 1), self._epsilon)
+            self._mean = weight.new_full((size, 1), 1 / size)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Rows of x, normed."""
+        if self._split:
+            return x * torch.addmm(self._offset, x * x, self._mean).rsqrt_() * self._weight
+        if self._kernel:
+            return step.rms_norm(x, self._weight, self._epsilon)
+        return rms_norm(x, self._weight.shape, self._weight, self._epsilon)
+
+
+class Residual:
+    """`x + linear(y)` in one call; where the product is a rank's part, it is summed up first."""
+
+    def __init__(self, module: Any, kernels: bool) -> None:
+        self._weight: Tensor = module.weight
+        self._bias: Tensor | None = module.bias
+        self._reduce = _reduction(module)
+        self._kernels = kernels
+
+    def __call__(self, x: Tensor, y: Tensor) -> Tensor:
+        """[T, H] of x [T, H] and y [T, K]."""
+        if self._reduce is not None:
+            return x + self._reduce(linear(y, self._weight, self._bias))
+        if self._kernels:
+            return products.product(y, self._weight, self._bias, add=(x,))
+        out = torch.addmm(x, y, self._weight.t())
+        return out if self._bias is None else out + self._bias
+
+
+class GatedMlp:
+    """act(gate(y)) * up(y) of y = norm(x): the two projections, and others of y, as one product."""
+
+    def __init__(self, module: Any, norm: FlatNorm, kernels: bool, *others: Any) -> None:
+        self._in = concatenate([module.gate_proj, module.up_proj, *others])
+        self._norm = norm
+        self._inner = module.gate_proj.out_features
+        rest = len(self._in[0]) - 2 * self._inner  # of the others, and padding
+        self._sizes = [self._inner, self._inner, rest]
+        name = activation_name(module.act_fn)
+        self._kernel = name if kernels else None
+        self._function: Callable[[Tensor], Tensor] = silu if name == "silu" else module.act_fn
+
+    def __call__(self, x: Tensor) -> Gated:
+        """What the others gave side by side, then padding, is `rest`."""
+        weight, bias = self._in
+        if self._kernel is not None:
+            return products.gated_product(
+                x, weight, self._inner, self._kernel, bias, norm=self._norm.joined
+            )
+        y = self._norm(x)
+        gate, up, rest = torch.split(linear(y, weight, bias), self._sizes, -1)
+        return Gated(self._function(gate) * up, rest, y)
+
+    @property
+    def alone(self) -> bool:
+        """Whether what is gated and what is not may be computed apart."""
+        return self._kernel is not None and self._in[1] is None
+
+    def activated(self, x: Tensor) -> Tensor:
+        """What is gated alone, as the first launch of a stream."""
+        assert self._kernel is not None
+        weight = self._in[0][: 2 * self._inner]
+        return products.gated_product(
+            x, weight, self._inner, self._kernel, norm=self._norm.joined, overlap=False
+        ).out
+
+    def others(self, x: Tensor) -> Gated:
+        """What is not gated alone."""
+        weight = self._in[0][2 * self._inner :]
+        return products.gated_product(x, weight, 0, "silu", norm=self._norm.joined)
+
+
+class Mlp:
+    """Gated MLP with its residual."""
+
+    def __init__(self, module: Any, norm: FlatNorm, kernels: bool) -> None:
+        self._gated = GatedMlp(module, norm, kernels)
+        self._down = Residual(module.down_proj, kernels)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[T, H] -> same."""
+        return self._down(x, self._gated(x).out)
+
+
+class Moe:
+    """Routed experts, a gated shared expert where there is one, and the residual."""
+
+    def __init__(self, block: Any, norm: FlatNorm, kernels: bool) -> None:
+        self._router: Callable[[Tensor], tuple[Tensor, Tensor, Tensor]] = block.gate.forward
+        self._experts = block.experts
+        self._norm, self._kernels = norm, kernels
+        self._reduce = _reduction(block.experts)
+        route = fused_route(block.gate, block.experts.gate_up_proj.dtype) if kernels else None
+        self._joined = route is not None and route.joins  # the router's product is part of another
+        self._gated: GatedMlp | None = None
+        self._beside: torch.cuda.Stream | None = None
+        if hasattr(block, "shared_expert"):
+            others = [block.shared_expert_gate, *([block.gate] if self._joined else [])]
+            self._gated = GatedMlp(block.shared_expert, norm, kernels, *others)
+            self._down: Tensor = block.shared_expert.down_proj.weight
+            apart = self._joined and self._gated.alone and self._reduce is None
+            if apart and self._down.device.type == "cuda":
+                self._beside = torch.cuda.Stream(self._down.device)  # type: ignore[no-untyped-call]
+        if route is not None:  # the weight may be a view by now; experts want fp32
+            routing = replace(route.routing, weight=block.gate.weight, widened=True)
+            route = replace(route, routing=routing)
+        self._route: Route | None = route
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[T, H] -> same."""
+        if self._gated is None:
+            normed, ids, weights = self._choose(x)
+            routed = self._routed(normed, ids, weights)
+            return x + (routed if self._reduce is None else self._reduce(routed))
+        if self._beside is not None and len(x) <= BESIDE_TOKENS:
+            return self._both(x, self._gated, self._beside)
+        shared = self._gated(x)
+        share = shared.rest[:, :1]
+        if self._route is not None and self._joined:
+            logits = shared.rest[:, 1 : 1 + len(self._route.routing.weight)]
+            routed = self._routed(shared.normed, *self._route.choose(logits))
+        else:
+            routed = self._routed(shared.normed, *self._by_router(shared.normed))
+        if self._reduce is not None:  # one sum over the ranks for all that is added to x
+            added = torch.addcmul(routed, share.sigmoid(), linear(shared.out, self._down))
+            return x + self._reduce(added)
+        if self._kernels:
+            return products.product(shared.out, self._down, add=(x, routed), share=share)
+        return torch.addcmul(x + routed, share.sigmoid(), linear(shared.out, self._down))
+
+    def _both(self, x: Tensor, gated: GatedMlp, beside: torch.cuda.Stream) -> Tensor:
+        """The shared expert on a stream of its own: the routed ones leave much of memory idle."""
+        assert self._route is not None
+        main = torch.cuda.current_stream(x.device)
+        beside.wait_stream(main)
+        with torch.cuda.stream(beside):
+            shared = products.product(gated.activated(x), self._down)
+        _, rest, normed = gated.others(x)
+        logits = rest[:, 1 : 1 + len(self._route.routing.weight)]
+        routed = self._routed(normed, *self._route.choose(logits))
+        main.wait_stream(beside)
+        return step.join(x, routed, shared, rest[:, :1])
+
+    def _choose(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The norm of x, and experts and weights of its tokens."""
+        if self._route is None or not self._joined:
+            normed = self._norm(x)
+            return (normed, *self._by_router(normed))
+        _, logits, normed = products.gated_product(
+            x, self._route.routing.weight, 0, "silu", norm=self._norm.joined
+        )
+        return (normed, *self._route.choose(logits))
+
+    def _by_router(self, normed: Tensor) -> tuple[Tensor, Tensor]:
+        if self._route is not None:
+            return self._route(normed)
+        _, weights, ids = self._router(normed)
+        return ids, weights
+
+    def _routed(self, normed: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        experts = self._experts
+        result: Tensor = experts.pw_experts(experts.pw_slot, experts, normed, ids, weights)
+        return result
+
+
+def _reduction(module: nn.Module) -> Callable[[Tensor], Tensor] | None:
+    """How a rank's partial result of a module is summed up; None where it is the whole."""
+    return module.__dict__.get("pw_reduce")
