@@ -10,7 +10,7 @@ Axes as in `products`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -72,10 +72,10 @@ def product(
     out = x.new_empty(x.shape[0], weight.shape[0])
     add = [part if part.stride(1) == 1 else part.contiguous() for part in add]
     kind = len(add) + (share is not None)
-    given = dict(zip(("add", "more"), add, strict=False))
+    given = {"out": out} | dict(zip(("add", "more"), add, strict=False))
     if share is not None:
         given["share"] = share
-    _launch(x, weight, bias, norm, plan, {"ADD": kind}, out=out, **given)
+    _launch(x, weight, bias, norm, plan, {"ADD": kind}, given)
     return out
 
 
@@ -99,7 +99,7 @@ def gated_product(
     given = {"out": out, "rest": rest}
     if norm is not None:
         given["normed"] = normed
-    _launch(x, weight, bias, norm, plan, constants, overlap, **given)
+    _launch(x, weight, bias, norm, plan, constants, given, overlap)
     return out, rest, normed
 
 
@@ -110,8 +110,8 @@ def _launch(
     norm: Norm | None,
     plan: Plan | None,
     constants: dict[str, int],
+    given: Mapping[str, Tensor],
     overlap: bool = True,
-    **given: Tensor,
 ) -> None:
     tokens, (rows, cols) = x.shape[0], weight.shape
     plan = choose_plan(tokens, cols) if plan is None else plan

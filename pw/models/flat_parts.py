@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -142,7 +143,7 @@ class Moe:
             self._down: Tensor = block.shared_expert.down_proj.weight
             apart = self._joined and self._gated.alone and self._reduce is None
             if apart and self._down.device.type == "cuda":
-                self._beside = torch.cuda.Stream(self._down.device)  # type: ignore[no-untyped-call]
+                self._beside = _stream(self._down.device)
         if route is not None:  # the weight may be a view by now; experts want fp32
             routing = replace(route.routing, weight=block.gate.weight, widened=True)
             route = replace(route, routing=routing)
@@ -203,6 +204,12 @@ class Moe:
         experts = self._experts
         result: Tensor = experts.pw_experts(experts.pw_slot, experts, normed, ids, weights)
         return result
+
+
+@cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    """One for all layers, as libraries keep a workspace for each stream."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call, no-any-return]
 
 
 def _reduction(module: nn.Module) -> Callable[[Tensor], Tensor] | None:
