@@ -142,18 +142,20 @@ def error(found: Any, expected: Any) -> float:
 
 def wide(inputs: Inputs, weight: Tensor) -> Any:
     """The result in fp32."""
-    both = [torch.Tensor.float, lambda t: None if t is None else t.float()]
-    x, norm = inputs.x.float(), inputs.norm
+
+    def widened(tensor: Tensor | None) -> Tensor | None:
+        return None if tensor is None else tensor.float()
+
+    x, norm, bias = inputs.x.float(), inputs.norm, widened(inputs.bias)
     if norm is not None:
         norm = Norm(norm.weight.float(), norm.epsilon)
     if inputs.shape.inner:
         return products.gated_product(
-            x, weight.float(), inputs.shape.inner, "silu", both[1](inputs.bias), norm=norm,
-            backend="torch",
-        )  # fmt: skip
+            x, weight.float(), inputs.shape.inner, "silu", bias, norm=norm, backend="torch"
+        )
     return products.product(
-        x, weight.float(), both[1](inputs.bias), norm=norm, add=[t.float() for t in inputs.add],
-        share=both[1](inputs.share), backend="torch",
+        x, weight.float(), bias, norm=norm, add=[t.float() for t in inputs.add],
+        share=widened(inputs.share), backend="torch",
     )  # fmt: skip
 
 
@@ -216,9 +218,7 @@ def bench_shape(shape: Shape, tokens: int, with_plans: bool) -> list[dict[str, A
     records = [timed("torch", 0, None)]
     plans = plans_of(shape, tokens) if with_plans else [choose_plan(tokens, shape.cols)]
     for plan in plans:
-        name = (
-            f"w{plan.warps} k{plan.split} t{plan.tiles} s{plan.stages} u{plan.turn} b{plan.blocks}"
-        )
+        name = f"w{plan.warps} k{plan.split} s{plan.stages} b{plan.blocks} r{plan.resident}"
         try:
             records.append(timed(name, 32, plan))
         except (RuntimeError, ValueError) as failure:
