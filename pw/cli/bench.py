@@ -168,6 +168,7 @@ def squeeze(
     load: Annotated[
         float, typer.Option(help="KV of the long requests over the room beside the experts.")
     ] = 1.5,
+    seconds: Annotated[float, typer.Option(help="No cycle is begun after so many.")] = float("inf"),
     idle_grace: Annotated[
         float, typer.Option(help="Seconds without a request before planes come back for that.")
     ] = PlannerConfig.idle_grace_seconds,
@@ -197,6 +198,7 @@ def squeeze(
         steady_steps=steady_steps,
         ease_steps=ease_steps,
         load=load,
+        seconds=seconds,
         max_long=config.max_num_seqs - probes,
         seed=runtime.seed or 0,
     )

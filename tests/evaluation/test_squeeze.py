@@ -46,6 +46,14 @@ def test_no_byte_over_budget_no_page_lost_and_every_plane_back(artifact: Path) -
     assert 0 < found["release_p50_ms"] <= found["release_p99_ms"]
 
 
+def test_no_cycle_begins_when_the_time_is_over(artifact: Path) -> None:
+    budget = tight_budget(open_engine(artifact), 0.05)
+    engine = open_engine(artifact, memory_budget=budget)
+    found = SqueezeRun(engine, replace(SHORT, seconds=0.0)).run()
+    assert found["cycles"] == 1
+    assert found["pages_leaked"] == found["cycles_without_return"] == 0
+
+
 @pytest.mark.figures
 def test_a_thousand_cycles(artifact: Path) -> None:
     """[L2] 0 bytes over budget, 0 pages lost, bits back within two seconds each time."""

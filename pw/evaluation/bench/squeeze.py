@@ -45,6 +45,7 @@ class Squeeze:
     max_long: int = 60  # long requests at a time; with the probes no more than may run
     output_len: int = 8  # tokens of a long request's answer
     return_seconds: float = 10.0  # for planes to be back
+    seconds: float = math.inf  # after which no cycle is begun
     seed: int = 0
 
 
@@ -109,7 +110,9 @@ class SqueezeRun:
         probe = self._prompt(_PROBE)
         before = self._score(probe)
         started = time.perf_counter()
-        for _ in range(self._squeeze.cycles):
+        for number in range(self._squeeze.cycles):
+            if number and time.perf_counter() - started > self._squeeze.seconds:
+                break
             self._cycle()
             advance(1)
         seconds = time.perf_counter() - started
@@ -253,7 +256,7 @@ class SqueezeRun:
     def _summary(self, *, equal: bool) -> dict[str, Any]:
         record, status = self._record, self._engine.status()
         return {
-            "cycles": self._squeeze.cycles,
+            "cycles": len(record.returns),
             "requests": self._requests,
             "long_prompts": self._long,
             "bytes_over_budget": record.over_budget,
