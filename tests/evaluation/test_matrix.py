@@ -127,7 +127,7 @@ def test_all_cells_in_one_run(folder: Path) -> None:
         assert cell["over_floor"] == pytest.approx(cell["itl_p50_ms"] / cell["floor_ms"])
         assert cell["moves_in_flight"] == 0
         assert cell["bytes"]["kv"] > 0
-    assert cells[3]["tokens_per_second"] > cells[2]["tokens_per_second"]
+        assert cell["tokens_per_second"] > cell["batch"] * 1e2 / cell["itl_p99_ms"]
     for row in found["adaptive_over_uniform"]:
         assert row["weight_bytes_ratio"] == pytest.approx(1, abs=0.03)
         assert row["total_bytes_ratio"] == pytest.approx(1, abs=0.01)
