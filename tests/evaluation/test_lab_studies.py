@@ -17,6 +17,7 @@ from pw.evaluation.lab.studies import (
     ablation,
     bf16_equal,
     codebooks,
+    dense_bits,
     equal_bytes,
     pages,
 )
@@ -112,3 +113,29 @@ def test_every_ablation_is_scored(options: list[str]) -> None:
     assert len({row["variant"] for row in found}) > 9
     assert found[0]["kl_over_full"]["mean"] == 0
     assert all(row["kl"]["mean"] > 0 for row in found)
+
+
+def test_dense_weights_of_fewer_bits_lose_more_and_come_back(options: list[str]) -> None:
+    found = rows(measured(options, "dense-bits"))
+    assert [row["bits"] for row in found] == list(dense_bits.WIDTHS)
+    losses = [row["kl"]["mean"] for row in found]
+    assert 0 <= losses[0] < losses[-1]
+    assert (
+        found[0]["bytes_share"] == 1
+    )  # rows of 64: a table of 256 entries is larger than they are
+    assert found[-1]["bytes_share"] < 1
+    again = rows(measured(options, "dense-bits"))
+    assert again == found
+
+
+def test_rows_are_rounded_to_their_own_means() -> None:
+    import torch
+
+    weight = torch.randn(5, 300)
+    for bits in (2, 4):
+        values = dense_bits.round_rows(weight, bits)
+        assert all(len(row.unique()) <= 1 << bits for row in values)
+        uniform = torch.linspace(-3, 3, 1 << bits)
+        nearest = uniform[(weight[..., None] - uniform).abs().argmin(-1)]
+        assert (values - weight).square().mean() < (nearest - weight).square().mean()
+    assert torch.equal(dense_bits.round_rows(weight, 9), weight)
