@@ -114,7 +114,7 @@ def fits(
 def choose_plan(slots: int, experts: int, shared_bytes: int = _ROOMY) -> Plan:
     """The plan for S slots over E experts, on a GPU with that much shared memory for a block."""
     if 2 * slots <= experts:  # few blocks: more warps on each, and one launch for all widths
-        return Plan(1, Tuning(4, 2), None)
+        return Plan(1, Tuning(4, 2), None, direct=True)
     if slots <= 4 * experts:
         return Plan(1, Tuning(2, 5), Tuning(4, 2, items=2, pingpong=True))
     if shared_bytes < _ROOMY:
@@ -239,15 +239,16 @@ def _launch_classes(
         low, high = max(low, plan.widths[0]), min(high, widest)
         if low > high:
             continue
+        items = tuning.items if low > plan.register_bits else 1
         constants = {
             **defines, "CLASS": number, "LOW": low, "HIGH": high, "NT": plan.token_tiles,
-            "WK": tuning.split, "ITEMS": tuning.items, "BLOCKS": tuning.blocks,
+            "WK": tuning.split, "ITEMS": items, "BLOCKS": tuning.blocks,
             "TABLE_BITS": plan.register_bits + 1, "FIRST": first, "RESIDENT": tuning.resident,
             "PINGPONG": int(tuning.pingpong), "HALVED": int(tuning.halved),
             "SHARED_BASE": nvrtc.reserved_shared_bytes(index),
         }  # fmt: skip
         shared = max(_shared_bytes(b, plan, tuning) for b in range(low, high + 1))
-        units = -(-(pairs << tuning.halved) // tuning.items)
+        units = -(-(pairs << tuning.halved) // items)
         kernel("moe.cu", "experts", constants, device).launch(
             (units, groups), 2 * _LANES * tuning.split, shared, *arguments, overlap=plan.overlap
         )
