@@ -1,0 +1,97 @@
+"""Small sums another way: taken by all ranks or by none, and only where they come out right."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from pw.engine.parallel import group as groups
+from pw.engine.parallel.group import RankGroup
+from pw.engine.parallel.peers import READ_BYTES, PeerSums
+
+CPU = torch.device("cpu")
+
+
+class OtherWay:
+    """Stands in for `PeerSums`; what its ranks do is told beforehand.
+
+    Attributes:
+        calls: Sums made, of all ranks.
+    """
+
+    broken: tuple[int, ...] = ()  # ranks that cannot be made
+    factor = 3.0  # sums of ones and twos are right with 3
+    calls = 0
+
+    def __init__(self, inner: Any, *_: Any) -> None:
+        if inner.rank() in type(self).broken:
+            raise RuntimeError("the driver has it not\nand more")
+
+    @staticmethod
+    def supported(size: int, device: torch.device) -> bool:
+        return True
+
+    def takes(self, tensor: Tensor) -> bool:
+        return tensor.numel() > 1
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        type(self).calls += 1
+        return torch.full_like(tensor, type(self).factor)
+
+    def leave(self) -> None:
+        """See `PeerSums`."""
+
+    def close(self) -> None:
+        """See `PeerSums`."""
+
+
+def sums(folder: Path) -> list[list[float]]:
+    """Of ones and twos, on both ranks."""
+
+    def rank(number: int) -> list[float]:
+        group = RankGroup(number, 2, folder, CPU, 60.0)
+        total: list[float] = group.all_reduce(torch.full((4,), number + 1.0)).tolist()
+        return total
+
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(rank, range(2)))
+
+
+@pytest.mark.parametrize(
+    ("broken", "factor", "taken"),
+    [((), 3.0, True), ((1,), 3.0, False), ((0, 1), 3.0, False), ((), 2.0, False)],
+    ids=["both", "one-cannot", "none-can", "wrong"],
+)
+def test_all_ranks_take_the_other_way_or_none_does(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    broken: tuple[int, ...],
+    factor: float,
+    taken: bool,
+) -> None:
+    way = type("Way", (OtherWay,), {"broken": broken, "factor": factor, "calls": 0})
+    monkeypatch.setattr(groups, "PeerSums", way)
+    assert sums(tmp_path) == [[3.0] * 4] * 2
+    assert way.calls == (4 if taken else 0 if broken else 2)  # a first one each, then those of use
+    slower = [text for text in caplog.messages if text.startswith("small sums go over NCCL")]
+    assert len(slower) == (len(broken) if broken else 0 if taken else 2)
+    assert all("\n" not in text for text in slower)
+
+
+def test_which_sums_are_small() -> None:
+    peers = PeerSums.__new__(PeerSums)
+    peers._bytes = READ_BYTES // 3  # four ranks
+    few, many = (torch.zeros(tokens, 4096, dtype=torch.bfloat16) for tokens in (32, 64))
+    assert peers.takes(few)
+    assert not peers.takes(many)
+    assert not peers.takes(torch.zeros(3))  # 12 bytes
+    assert not peers.takes(torch.zeros(4, dtype=torch.int64))  # torch adds up floats alone
+    assert not peers.takes(torch.zeros(0))
+    assert not PeerSums.supported(2, CPU)
+    assert not PeerSums.supported(3, torch.device("cuda", 0))  # no order of its own
