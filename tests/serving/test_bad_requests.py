@@ -118,6 +118,22 @@ def test_field_that_cannot_be_honoured(served, field, value):
     check_error(served.http.post(COMPLETIONS, json=body), 400, param=field)
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (COMPLETIONS, {"prompt": "1", "max_tokens": 2}),
+        (CHAT, {"messages": [{"role": "user", "content": "1"}], "max_tokens": 2}),
+        (CHAT, {"messages": [{"role": "user", "content": "1"}], "max_completion_tokens": 2}),
+    ],
+)
+def test_more_tokens_than_may_come(served, path, body):
+    assert served.http.post(path, json=body | {"min_tokens": 2}).status_code == 200
+    served.engine.calls.clear()
+    answer = served.http.post(path, json=body | {"min_tokens": 3})
+    message = check_error(answer, 400, param="min_tokens")
+    assert message == "min_tokens must be at most max_tokens (2): 3"
+
+
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999"])
 @pytest.mark.parametrize("field", ["temperature", "top_p", "min_p"])
 def test_numbers_that_are_none(served, number, field):

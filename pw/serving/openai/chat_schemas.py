@@ -13,7 +13,7 @@ from pw.engine.request import Grammar, SamplingParams
 from pw.errors import RequestError
 from pw.serving.limits import ServingLimits
 from pw.serving.openai.defaults import SamplingDefaults
-from pw.serving.openai.schemas import Body, GenerationRequest, Integer
+from pw.serving.openai.schemas import Body, GenerationRequest, Integer, check_least
 from pw.serving.structured.output_formats import schema_text
 
 TEMPLATE_KWARGS = ("enable_thinking", "thinking", "preserve_thinking", "reasoning_effort")
@@ -223,7 +223,8 @@ class ChatRequest(GenerationRequest, ToolUse):
             params = replace(params, max_tokens=self.max_completion_tokens)
         if params.max_tokens == 0:
             raise RequestError("max_tokens must be at least 1: 0", param="max_tokens")
-        return replace(params, logprobs=(self.top_logprobs or 0) if self.logprobs else None)
+        logprobs = (self.top_logprobs or 0) if self.logprobs else None
+        return check_least(replace(params, logprobs=logprobs))
 
     def grammar(self) -> Grammar | None:
         """What the output must match: its format, or the calls that it must be.

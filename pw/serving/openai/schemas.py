@@ -195,7 +195,7 @@ class CompletionRequest(GenerationRequest):
         if self.echo and self.logprobs is not None:
             wanted = max(self.logprobs, self.prompt_logprobs or 0)
             params = replace(params, prompt_logprobs=wanted)
-        return params
+        return check_least(params)
 
 
 class DetokenizeRequest(Body):
@@ -203,6 +203,20 @@ class DetokenizeRequest(Body):
 
     model: str | None = None
     tokens: list[Integer]
+
+
+def check_least(params: SamplingParams) -> SamplingParams:
+    """The same parameters, if as many tokens may come as must.
+
+    Raises:
+        RequestError: They may not.
+    """
+    if params.max_tokens is not None and params.min_tokens > params.max_tokens:
+        raise RequestError(
+            f"min_tokens must be at most max_tokens ({params.max_tokens}): {params.min_tokens}",
+            param="min_tokens",
+        )
+    return params
 
 
 def _biases(given: dict[str, float]) -> list[tuple[int, float]]:
