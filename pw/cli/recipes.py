@@ -15,6 +15,7 @@ from pw.cli.evaluation import compare, print_report, run_evaluation
 from pw.cli.offline import Download, DryRun, Overwrite, fetch, plan, progress_of
 from pw.cli.options import Common
 from pw.config import EngineConfig, parse_bytes
+from pw.errors import ModelError
 
 if TYPE_CHECKING:
     from pw_pipelines.recipe import Recipe
@@ -45,6 +46,7 @@ def run(
     loaded = stage.load_recipe(recipe)
     loaded = replace(loaded, model=model or loaded.model, output=output or loaded.output)
     fetch(loaded.model, download)
+    _find(loaded.model)
     if dry_run:
         first = stage.first_output(loaded)
         plan(loaded.model, first, loaded.quantize, device, common, overwrite=overwrite)
@@ -57,6 +59,17 @@ def run(
     if described is not None:
         print_report(described)
     print(f"artifact: `{loaded.output}`")
+
+
+def _find(model: str) -> None:
+    """Refuse a model that is not here, with what a user of recipes can do about it."""
+    from pw.models.resolve import resolve_model
+
+    try:
+        resolve_model(model)
+    except ModelError as error:
+        hint = "say where it is with --model, or fetch a hub id with --download"
+        raise ModelError(error.message, f"{hint} (make run: MODEL=folder, DOWNLOAD=1)") from error
 
 
 def _evaluate(recipe: Recipe, device: str, common: Common) -> dict[str, Any] | None:

@@ -307,5 +307,8 @@ def test_a_recipe_runs_once_and_scores_its_policies(made: Made, tmp_path: Path) 
     told = run(*flags[:4]).err
     for stage in ("quantize", "sensitivity", "trace", "fit-residuals", "evaluation"):
         assert f"{stage}: done already" in told
+    lost = run("run", str(recipe), "--dry-run")
+    assert (lost.code, lost.out) == (1, "")
+    assert "error: no such model: `elsewhere`\nhint: say where it is with --model" in lost.err
     missing = run("run", str(tmp_path / "none.toml"))
     assert (missing.code, missing.err.splitlines()[0][:27]) == (2, "error: cannot read recipe: ")
