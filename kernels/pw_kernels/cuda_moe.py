@@ -49,8 +49,6 @@ class Tuning:
         resident: Bytes of shared memory for tables, there: a block takes as many row tiles at once
             as fit, and the rest in turn.
         pingpong: Two turns of the loop instead of one, so that no register is copied; up to 6 bits.
-        halved: A block takes half of the rows of a pair of row tiles, where tables are in
-            registers; for launches of that kind alone, and for plans that are `direct`.
     """
 
     split: int
@@ -58,7 +56,6 @@ class Tuning:
     items: int = 1
     resident: int = 64 << 10
     pingpong: bool = False
-    halved: bool = False
 
 
 @dataclass(frozen=True)
@@ -72,7 +69,8 @@ class Plan:
         register_bits: At most 4.
         widths: Least and greatest width that a block may have.
         overlap: Launches may begin while the one before ends.
-        direct: A single token needs no list: each of its slots is a group.
+        direct: A single token needs no list: each of its slots is a group. It has few blocks, so
+            they take half of the rows of a pair of row tiles, where tables are in registers.
     """
 
     token_tiles: int
@@ -244,11 +242,11 @@ def _launch_classes(
             **defines, "CLASS": number, "LOW": low, "HIGH": high, "NT": plan.token_tiles,
             "WK": tuning.split, "ITEMS": items, "BLOCKS": tuning.blocks,
             "TABLE_BITS": plan.register_bits + 1, "FIRST": first, "RESIDENT": tuning.resident,
-            "PINGPONG": int(tuning.pingpong), "HALVED": int(tuning.halved),
+            "PINGPONG": int(tuning.pingpong),
             "SHARED_BASE": nvrtc.reserved_shared_bytes(index),
         }  # fmt: skip
         shared = max(_shared_bytes(b, plan, tuning) for b in range(low, high + 1))
-        units = -(-(pairs << tuning.halved) // items)
+        units = -(-(pairs << defines["DIRECT"]) // items)
         kernel("moe.cu", "experts", constants, device).launch(
             (units, groups), 2 * _LANES * tuning.split, shared, *arguments, overlap=plan.overlap
         )
@@ -261,7 +259,7 @@ def _shared_bytes(bits: int, plan: Plan, tuning: Tuning) -> int:
     parts = warps * tokens * 1024
     if bits <= plan.register_bits:
         spread = 4096 if bits == 4 else 0
-        return spread + warps * 2 * ((bits * 512 >> tuning.halved) + tokens * 2048)
+        return spread + warps * 2 * (bits * 512 + tokens * 2048)
     tiles = 1
     while (
         2 * tiles * (256 << bits) <= tuning.resident

@@ -12,7 +12,6 @@
 //   PINGPONG      1: two turns of the loop instead of one, so that no register is copied (the same, up to 6 bits)
 //   EXPAND        1: blocks are written out as matrices, for prompts, instead of multiplied
 //   BLOCKS        wanted on a multiprocessor
-//   HALVED        1: a block takes half of the rows of a pair of row tiles (tables in registers only)
 //   DIRECT        1: one token, so that every slot is a group and no list is needed
 //   FIRST         1: the first launch of its module, which waits for what the launches before it wrote
 //   TABLE_BITS    first width whose tables lie in shared memory;  SHARED_BASE: where dynamic shared memory begins
@@ -20,9 +19,6 @@
 // The matrix unit multiplies weights [16 rows x 16 k] by tokens [16 k x 8]: a lane decodes the words that it
 // loads straight into its own operand, because the plane layout is in lane order (bitplane.py).
 
-#ifndef HALVED
-#define HALVED 0
-#endif
 #ifndef DIRECT
 #define DIRECT 0
 #endif
@@ -124,6 +120,7 @@ struct Arguments {
   int slot_count, groups;  // S, G
   u32 tile_bytes;          // 512: not a literal, so that addresses are one multiply-add and not shifts
 };
+constexpr bool HALVED = DIRECT;                               // a block takes 16 rows of each tile (tables in registers only)
 constexpr int TOKENS = 8 * NT, WARPS = 2 * WK, TILE_SHIFT = PAGE_SHIFT - 9;
 constexpr int HALF_TILES = GATED ? ROW_TILES / 2 : 1;         // from a row tile to its partner
 DI int row_tile(int item, int half) { return GATED ? item + half * HALF_TILES : min(2 * item + half, ROW_TILES - 1); }

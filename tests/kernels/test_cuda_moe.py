@@ -1,5 +1,6 @@
 """The CUDA MoE: compiled by NVRTC wherever that is installed, run and compared on a GPU."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ BLOCK = {
     "PLANES": 8, "PP": 22, "LP": 44, "PAGE_SHIFT": 15, "GATED": 1, "KIND": 0, "BIAS": 0,
     "CLASS": 0, "LOW": 2, "HIGH": 4, "NT": 1, "WK": 2, "ITEMS": 1, "BLOCKS": 1, "TABLE_BITS": 5,
     "SHARED_BASE": 1024, "EXPAND": 0, "FIRST": 1, "RESIDENT": 65536, "PINGPONG": 0,
-    "HALVED": 0, "DIRECT": 0,
+    "DIRECT": 0,
 }  # fmt: skip
 
 
@@ -43,7 +44,7 @@ def test_compiles_ahead_of_time(compile_source: Any, capability: int) -> None:
         {"GATED": 0, "ROWS": 1000, "COLS": 712, "ROW_TILES": 32, "COL_TILES": 6, "BIAS": 1},
         {"FLOAT16": 1, "CLASS": 1, "LOW": 5, "HIGH": 8, "WK": 4, "ITEMS": 2, "KIND": 1},
         {"NT": 8, "KIND": 2},
-        {"DIRECT": 1, "HALVED": 1, "HIGH": 8},
+        {"DIRECT": 1, "HIGH": 8},
         {"EXPAND": 1, "HIGH": 8},
     ):
         assert len(compile_source("moe.cu", BLOCK | defines, capability)) > 1000
@@ -144,12 +145,10 @@ def test_all_widths_in_one_launch(token_tiles: int, register_bits: int, dtype: t
 
 @pytest.mark.gpu
 @on_gpu
-@pytest.mark.parametrize("halved", [False, True])
-def test_a_single_token_without_a_list(halved: bool) -> None:
+def test_a_single_token_without_a_list() -> None:
     call = Call(ALL_WIDTHS, 392, 96, tokens=1, top_k=7)
-    tuning = cuda_moe.Tuning(4, 2, halved=halved)
-    direct = cuda_moe.Plan(1, tuning, None, direct=True)
     listed = cuda_moe.Plan(1, cuda_moe.Tuning(4, 2), None)
+    direct = replace(listed, direct=True)
     call.check(plan=direct)
     assert torch.equal(call(plan=direct), call(plan=listed))
     got, want = torch.ones(2, 7).cuda(), torch.ones(2, 7).cuda()
