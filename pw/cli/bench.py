@@ -233,6 +233,9 @@ def matrix(
     prompt_tokens: Annotated[
         int, typer.Option(help="Tokens of a batch's real prompts, at most; contexts are filled.")
     ] = 16384,
+    most_tokens: Annotated[
+        int, typer.Option(help="No cell whose contexts have more tokens together.")
+    ] = 1 << 20,
     seconds: Annotated[float, typer.Option(help="No cell is begun after so many.")] = float("inf"),
     transformers: Annotated[
         bool, typer.Option("--transformers", help="Its `generate` too, one sequence, same shape.")
@@ -266,6 +269,7 @@ def matrix(
     cells = Matrix(
         steps=steps,
         prompt_tokens=prompt_tokens,
+        most_tokens=most_tokens,
         seconds=seconds,
         **{name: tuple(value) for name, value in given.items() if value},  # type: ignore[arg-type]
     )

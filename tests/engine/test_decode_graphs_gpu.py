@@ -166,9 +166,14 @@ def bfloat16_engine(folder: Path, policy: str, **settings: Any) -> Engine:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("policy", ["adaptive", "static:3", "static:6", "dense"])
-def test_decode_steps_wait_once_and_allocate_nothing(policy: str, dummy: Path) -> None:
-    engine = bfloat16_engine(dummy, policy)
+@pytest.mark.parametrize(
+    ("policy", "overlap"),
+    [("adaptive", True), ("static:3", True), ("static:6", False), ("dense", False)],
+)
+def test_decode_steps_wait_once_and_allocate_nothing(
+    policy: str, overlap: bool, dummy: Path
+) -> None:
+    engine = bfloat16_engine(dummy, policy, async_scheduling=overlap)
     assert engine._parts.runner.steps is not None
     params = [
         SamplingParams(temperature=t, top_p=0.9, seed=1, max_tokens=200, ignore_eos=True)

@@ -172,6 +172,11 @@ def test_adaptive_policies_share_an_engine_widest_first(folder: Path) -> None:
     assert bits[0] > bits[1] >= 2
 
 
+def test_cells_of_more_tokens_are_not_asked_for() -> None:
+    matrix = Matrix(batches=(1, 8, 64), contexts=(8192, 1024), most_tokens=65536)
+    assert matrix.shapes == [(1, 1024), (8, 1024), (64, 1024), (1, 8192), (8, 8192)]
+
+
 def test_ratios_of_cells() -> None:
     def cell(policy: str, speed: float, planes: int) -> dict[str, Any]:
         names = ("luts", "experts_dense", "dense", "kv", "tables", "workspace")

@@ -56,6 +56,7 @@ class Matrix:
     contexts: Sequence[int] = (1024, 8192)
     steps: int = 100  # measured
     prompt_tokens: int = 16384  # of real prompts of a batch, at most
+    most_tokens: int = 1 << 20  # of a cell's contexts together: larger ones are not measured
     seconds: float = math.inf  # after which no cell is begun
 
     def __post_init__(self) -> None:
@@ -63,6 +64,16 @@ class Matrix:
             raise ConfigError("policies, batches, contexts and steps must be at least 1")
         for policy in self.policies:
             parse_policy(policy)
+
+    @property
+    def shapes(self) -> list[tuple[int, int]]:
+        """Batch size and context of each cell, short contexts first."""
+        return [
+            (batch, context)
+            for context in sorted(self.contexts)
+            for batch in sorted(self.batches)
+            if batch * context <= self.most_tokens
+        ]
 
     @property
     def tokens(self) -> int:
