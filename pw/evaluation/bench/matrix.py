@@ -15,6 +15,7 @@ that the bytes of its weights stay those.
 from __future__ import annotations
 
 import gc
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -133,17 +134,14 @@ def run_matrix(
             continue
         bandwidth = bandwidth or copy_bandwidth(engine._parts.arena.pages.device)
         ballast = Ballast(engine)
-        for policy in group:
-            for context in sorted(matrix.contexts):
-                for batch in sorted(matrix.batches):
-                    cell = _Cell(engine, ballast, policy, batch, context, matrix)
-                    late = time.monotonic() > ends
-                    cells.append(
-                        cell.name | {"left_out": _LATE} if late else cell.measure(bandwidth)
-                    )
-                    advance(line(cells[-1]))
+        for policy, (batch, context) in itertools.product(group, matrix.shapes):
+            cell = _Cell(engine, ballast, policy, batch, context, matrix)
+            late = time.monotonic() > ends
+            cells.append(cell.name | {"left_out": _LATE} if late else cell.measure(bandwidth))
+            advance(line(cells[-1]))
+            del cell
         _end(engine)
-        del engine, ballast, cell
+        del engine, ballast
         _collect()
     return {
         "copy_bandwidth_GB_s": (bandwidth or 0.0) / 1e9,
