@@ -1,6 +1,6 @@
 """Products of few rows on a GPU, checked and timed beside torch's in one run.
 
-    python kernels/bench/products.py [--tokens 1 2 4 8 32] [--plans] [--json results.json]
+    python kernels/bench/products.py [--tokens 1 2 4 8] [--plans] [--json results.json]
 
 The shapes are those of Qwen1.5-MoE-A2.7B's dense weights. Times are medians of replays of a CUDA
 graph whose calls take turns at more weights than the cache holds. `chain` is what a step of 24
@@ -15,7 +15,7 @@ import statistics
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -159,28 +159,23 @@ def wide(inputs: Inputs, weight: Tensor) -> Any:
     )  # fmt: skip
 
 
-def plans_of(shape: Shape, tokens: int) -> list[Plan]:
+def plans_of(shape: Shape) -> list[Plan]:
     """Launch choices worth a look."""
-    own = choose_plan(tokens, shape.cols)
-    some = [own, replace(own, stages=own.stages * 2 // 3), replace(own, stages=own.stages // 2)]
-    if tokens <= 8 and shape.cols <= 4096:
-        some += [
-            Plan(8, stages=6, blocks=3, resident=2), Plan(8, stages=22, blocks=2),
-            Plan(16, stages=6, blocks=2), Plan(16, stages=4, blocks=2),
-            Plan(4, stages=6, resident=4), Plan(16, stages=4, blocks=2, resident=2),
-        ]  # fmt: skip
-    elif tokens <= 8:
-        some += [Plan(16, stages=11), Plan(8, split=2, stages=6, blocks=2, resident=2)]
+    if shape.cols > 4096:
+        others = [Plan(8, 22, 11), Plan(16, 6, 11, blocks=2)]
     else:
-        some += [replace(own, stages=8)]
-    return some
+        others = [
+            Plan(8, 8, 8, blocks=3), Plan(8, 4, 8, blocks=3), Plan(4, 16, 16, blocks=3),
+            Plan(16, 4, 4, blocks=2),
+        ]  # fmt: skip
+    return list(dict.fromkeys([choose_plan(shape.cols, shape.norm), *others]))
 
 
-def compile_all(work: list[tuple[Shape, int, Plan]]) -> None:
+def compile_all(work: list[tuple[Shape, Plan]]) -> None:
     """Machine code of all kernels into the cache, side by side."""
 
-    def one(item: tuple[Shape, int, Plan]) -> None:
-        shape, _, plan = item
+    def one(item: tuple[Shape, Plan]) -> None:
+        shape, plan = item
         norm = shape.norm
         defines = constants_of(plan, (shape.rows, shape.cols), torch.bfloat16, shape.bias, norm) | {
             "ADD": shape.add
@@ -216,11 +211,11 @@ def bench_shape(shape: Shape, tokens: int, with_plans: bool) -> list[dict[str, A
         }  # fmt: skip
 
     records = [timed("torch", 0, None)]
-    plans = plans_of(shape, tokens) if with_plans else [choose_plan(tokens, shape.cols)]
-    for plan in plans:
-        name = f"w{plan.warps} k{plan.split} s{plan.stages} b{plan.blocks} r{plan.resident}"
+    plans = plans_of(shape)
+    for plan in plans if with_plans else plans[:1]:
+        name = f"w{plan.warps} s{plan.stages} u{plan.turn} b{plan.blocks}"
         try:
-            records.append(timed(name, 32, plan))
+            records.append(timed(name, 8, plan))
         except (RuntimeError, ValueError) as failure:
             records.append({"shape": shape.name, "T": tokens, "form": name, "us": str(failure)})
     return records
@@ -261,7 +256,7 @@ def bench_chain(chain: Chain, tokens: int) -> dict[str, Any]:
     with used(0):
         expected = chain(x)
         timed("torch")
-    with used(32):
+    with used(8):
         record["difference"] = f"{error(chain(x), expected):.0e}"
         timed("joined")
         with launches_apart():
@@ -273,18 +268,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--tokens", nargs="+", type=int, default=[1, 2, 4, 8, 32])
+    parser.add_argument("--tokens", nargs="+", type=int, default=[1, 2, 4, 8])
     parser.add_argument("--plans", action="store_true", help="time other launch choices, too")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     torch.manual_seed(0)
-    work = []
-    for tokens in options.tokens:
-        for shape in SHAPES:
-            plans = plans_of(shape, tokens) if options.plans else []
-            own = choose_plan(tokens, shape.cols)
-            work += [(shape, tokens, plan) for plan in (own, *plans)]
-    compile_all(list(dict.fromkeys(work)))
+    compile_all([(shape, plan) for shape in SHAPES for plan in plans_of(shape)])
     records = []
     for tokens in options.tokens:
         for shape in SHAPES:

@@ -1,9 +1,8 @@
 """Products of few rows in CUDA C++ compiled at run time (`products.cu`): see `products`.
 
-A block takes tiles of 16 rows of the weight in turn and all their columns, which its warps share;
-so every sum has one fixed order, and a token's result does not depend on the batch as long as the
-batches get the same number of warps and blocks for the columns: up to 8 tokens they do. Launches
-may begin while the one before ends: weights are on their way before it has.
+A block takes 16 rows of the weight and all their columns, which its warps share. So every sum has
+one fixed order, and a token's result does not depend on how many others there are. Launches may
+begin while the one before ends: weights are on their way before it has.
 
 Axes as in `products`.
 """
@@ -11,16 +10,16 @@ Axes as in `products`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from pw_kernels import nvrtc
 from pw_kernels.product_plans import (
+    NORM_STEPS,
     ROWS,
     STEP,
+    WARPS,
     Arguments,
     Plan,
     choose_plan,
@@ -28,16 +27,15 @@ from pw_kernels.product_plans import (
 )
 from pw_kernels.products import Norm
 
-MOST_TOKENS = 32  # that the kernel takes at all
-FEW_TOKENS = 0  # up to here it is used: not before it has run on a GPU
+FEW_TOKENS = 8  # at most
+WIDE_ROWS = 1 << 16  # weights with so many are faster through torch from two tokens on
 _DTYPES = (torch.bfloat16, torch.float16)
 _KINDS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
-_COUNTERS = 1 << 14
 
 
 def norms(x: Tensor) -> bool:
     """Whether the kernel can take a norm along."""
-    return choose_plan(*x.shape).split == 1
+    return x.shape[1] <= WARPS * NORM_STEPS * STEP
 
 
 def fits(x: Tensor, weight: Tensor, inner: int = 0, *, forced: bool = False) -> bool:
@@ -46,12 +44,12 @@ def fits(x: Tensor, weight: Tensor, inner: int = 0, *, forced: bool = False) -> 
     return (
         x.device.type == "cuda"
         and x.dim() == 2
-        and 0 < tokens <= (MOST_TOKENS if forced else FEW_TOKENS)
+        and 0 < tokens <= FEW_TOKENS
+        and (forced or tokens == 1 or weight.shape[0] < WIDE_ROWS)
         and weight.dtype == x.dtype
         and x.dtype in _DTYPES
         and cols % STEP == 0
         and inner % 8 == 0
-        and weight.shape[0] <= ROWS * _COUNTERS
         and weight.is_contiguous()
         and _aligned(x)
         and weight.data_ptr() % 16 == 0
@@ -114,9 +112,9 @@ def _launch(
     overlap: bool = True,
 ) -> None:
     tokens, (rows, cols) = x.shape[0], weight.shape
-    plan = choose_plan(tokens, cols) if plan is None else plan
+    plan = choose_plan(cols, norm is not None) if plan is None else plan
     inner = constants.get("INNER", 0)
-    tiles = inner // 8 + -(-(rows - 2 * inner) // ROWS)
+    blocks = inner // 8 + -(-(rows - 2 * inner) // ROWS)
     arguments = Arguments(
         x=x.data_ptr(), weight=weight.data_ptr(), tokens=tokens, x_row=x.stride(0),
         **{name: tensor.data_ptr() for name, tensor in given.items()},
@@ -127,16 +125,10 @@ def _launch(
         arguments.bias = bias.data_ptr()
     if norm is not None:
         arguments.norm, arguments.epsilon = norm.weight.data_ptr(), norm.epsilon
-    if plan.split > 1:
-        shape = (tiles, plan.split, 8 * plan.token_tiles, ROWS)
-        parts = x.new_empty(shape, dtype=torch.float32)
-        arguments.parts = parts.data_ptr()
-        arguments.arrived = _arrived(_index(x)).data_ptr()
     defines = constants_of(plan, weight.shape, x.dtype, bias is not None, norm is not None)
     kernel = nvrtc.kernel("products.cu", "product", tuple((defines | constants).items()), _index(x))
-    processors = nvrtc.device_attribute("MULTIPROCESSOR_COUNT", _index(x))
     kernel.launch(
-        plan.grid(tiles, processors), 32 * plan.warps, plan.shared_bytes(cols, norm is not None),
+        (blocks,), 32 * plan.warps, plan.shared_bytes(cols, norm is not None),
         arguments, overlap=overlap,
     )  # fmt: skip
 
@@ -148,9 +140,3 @@ def _aligned(x: Tensor) -> bool:
 
 def _index(x: Tensor) -> int:
     return torch.cuda.current_device() if x.device.index is None else x.device.index
-
-
-@cache
-def _arrived(device: int) -> Any:
-    """Counters of blocks whose columns are shared: zeros between launches."""
-    return torch.zeros(_COUNTERS, dtype=torch.int32, device=f"cuda:{device}")

@@ -3,10 +3,9 @@
 One kernel serves decode and chunked prefill. A program takes a tile of queries of one sequence,
 with all query heads that share a key head, and walks the keys that the tile may see. Small batches
 are split over keys: cuts lie at fixed positions, so a token's result does not depend on the batch,
-and the parts are merged in a fixed order (`triton_parts`): where each sequence has one query, by
-the last program that has one of its parts, else by a second kernel. Grids depend on shapes alone
-and nothing waits for the device, so a call can be captured in a CUDA graph. How many programs share
-the parts of a sequence depends on the batch, not on the longest context there may be.
+and a second kernel merges the parts in a fixed order. Grids depend on shapes alone and nothing
+waits for the device, so a call can be captured in a CUDA graph. How many programs share the parts
+of a sequence depends on the batch, not on the longest context there may be.
 
 Axes as in `reference.py`. A row is one (query, query head of the group) pair of a tile.
 """
@@ -20,15 +19,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pw_kernels.triton_overlap import begin as begin_launch
-from pw_kernels.triton_overlap import overlap
-from pw_kernels.triton_parts import COUNTERS, LOG2E, LOWEST, arrived_counters, merge, merge_kernel
-
 SPLIT_KEYS = 512  # keys of a part; a multiple of every BLOCK_KEYS
 WORKSPACE_BYTES = 128 << 20  # larger batches walk all keys in one program
 PROGRAMS = 1024  # of a split grid: some waves of the largest GPU; a program takes parts in turn
-JOINS = False  # merge in the same launch where that can be: not before it has run on a GPU
-MERGED_PARTS = 16  # at a time, of all query heads together
+MERGED_PARTS = 16  # at a time
+LOG2E = tl.constexpr(1.4426950408889634)
+LOWEST = tl.constexpr(-1.0e30)  # below any score, and finite: differences of it are 0, not NaN
 SMALLEST_DOT = 16
 
 
@@ -122,10 +118,8 @@ def attention_kernel(
     query_start,  # [B+1] int32
     seq_lens,  # [B] int32
     sinks,  # [Hq] fp32, or anything if not HAS_SINKS
-    out,  # [T, Hq, Dv], unless parts are merged elsewhere
-    partial,  # [T, Hq, parts, Dv] fp32 if SPLIT
+    out,  # [T, Hq, Dv]; or [T, Hq, parts, Dv] fp32 if SPLIT
     extremes,  # [T, Hq, parts, 2] fp32: maximum (base 2) and sum, if SPLIT
-    arrived,  # [tiles * Hkv] int32 zeros, and zeros afterwards, if JOINED
     scale,
     softcap,
     window,
@@ -139,7 +133,6 @@ def attention_kernel(
     v_head,
     table_row,
     parts,
-    tokens,  # T
     SEQUENCES: tl.constexpr,
     PADDED_SEQUENCES: tl.constexpr,
     HEADS: tl.constexpr,  # Hq
@@ -154,9 +147,6 @@ def attention_kernel(
     ROWS: tl.constexpr,  # QUERIES * PADDED_GROUP
     KEYS: tl.constexpr,  # of one step
     SPLIT: tl.constexpr,  # keys of a part, 0 for one part
-    JOINED: tl.constexpr,  # parts are merged by the program that has the last of them
-    MERGED: tl.constexpr,  # parts of one turn, there
-    OVERLAP: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
@@ -164,18 +154,6 @@ def attention_kernel(
 ):
     """Attention of one tile of queries over its keys, or over some parts of them, each alone."""
     tile, kv_head = tl.program_id(0), tl.program_id(1)
-    dk, dv = tl.arange(0, KEY_BLOCK), tl.arange(0, VALUE_BLOCK)
-    begin_launch(OVERLAP)
-    if JOINED:  # there are as many tiles as queries; those without a sequence get zero
-        missing = tl.minimum(tokens, tile + 1) - tl.maximum(tile, tl.load(query_start + SEQUENCES))
-        g = tl.arange(0, PADDED_GROUP)
-        tl.store(
-            out
-            + ((tile.to(tl.int64) * HEADS + kv_head * GROUP + g) * VALUE_SIZE)[:, None]
-            + dv[None, :],
-            tl.zeros((PADDED_GROUP, VALUE_BLOCK), dtype=out.dtype.element_ty),
-            mask=(g < GROUP * missing)[:, None] & (dv < VALUE_SIZE)[None, :],
-        )
     sequence = _sequence_of(query_start, QUERIES, tile, SEQUENCES, PADDED_SEQUENCES)
     start = tl.load(query_start + sequence)
     count = tl.load(query_start + sequence + 1) - start
@@ -193,6 +171,7 @@ def attention_kernel(
     head = kv_head * GROUP + row % PADDED_GROUP
     used = (query < count) & (row % PADDED_GROUP < GROUP)
     position = length - count + query
+    dk, dv = tl.arange(0, KEY_BLOCK), tl.arange(0, VALUE_BLOCK)
     token = (start + query).to(tl.int64)
     q_rows = q + token * q_token + head * q_head
     queries = tl.load(
@@ -205,10 +184,8 @@ def attention_kernel(
     v_pages += kv_head * v_head
     begin = low // KEYS * KEYS
     if SPLIT > 0:
-        first_part = low // SPLIT
-        own_parts = tl.cdiv(high, SPLIT) - first_part  # that there are of this tile
         for part in range(
-            first_part + tl.program_id(2), first_part + own_parts, tl.num_programs(2)
+            low // SPLIT + tl.program_id(2), tl.cdiv(high, SPLIT), tl.num_programs(2)
         ):
             total, peak, mass = _walk(
                 queries, position, table, k_pages, v_pages, tl.maximum(begin, part * SPLIT), low,
@@ -217,41 +194,14 @@ def attention_kernel(
                 v_page, v_token, TOKENS, KEY_SIZE, VALUE_SIZE, KEY_BLOCK, VALUE_BLOCK, ROWS, KEYS,
                 HAS_WINDOW, HAS_SOFTCAP, FP32,
             )  # fmt: skip
-            if JOINED and own_parts == 1:
-                if HAS_SINKS:
-                    sink = tl.load(sinks + head, mask=used, other=0.0) * LOG2E
-                    higher = tl.maximum(peak, sink)
-                    total = total * tl.exp2(peak - higher)[:, None]
-                    mass = mass * tl.exp2(peak - higher) + tl.exp2(sink - higher)
-                total = total / tl.where(used, mass, 1.0)[:, None]
-                tl.store(
-                    out + ((token * HEADS + head) * VALUE_SIZE)[:, None] + dv[None, :],
-                    total.to(out.dtype.element_ty),
-                    mask=used[:, None] & (dv < VALUE_SIZE)[None, :],
-                )
-            else:
-                target = (token * HEADS + head) * parts + part
-                tl.store(extremes + target * 2, peak, mask=used)
-                tl.store(extremes + target * 2 + 1, mass, mask=used)
-                tl.store(
-                    partial + target[:, None] * VALUE_SIZE + dv[None, :],
-                    total,
-                    mask=used[:, None] & (dv < VALUE_SIZE)[None, :],
-                )
-        if JOINED:
-            programs = tl.minimum(own_parts, tl.num_programs(2))
-            if (own_parts > 1) & (tl.program_id(2) < programs):
-                tl.debug_barrier()  # what all threads stored is there before one says so
-                counter = arrived + tile * tl.num_programs(1) + kv_head
-                if tl.atomic_add(counter, 1) == programs - 1:
-                    tl.store(counter, 0)
-                    for q_index in range(first, last_query + 1):
-                        merge(
-                            partial, extremes, sinks, out, (start + q_index).to(tl.int64),
-                            kv_head * GROUP, length - count + q_index, window, parts, GROUP,
-                            PADDED_GROUP, HEADS, VALUE_SIZE, VALUE_BLOCK, SPLIT, MERGED,
-                            HAS_WINDOW, HAS_SINKS,
-                        )  # fmt: skip
+            target = (token * HEADS + head) * parts + part
+            tl.store(extremes + target * 2, peak, mask=used)
+            tl.store(extremes + target * 2 + 1, mass, mask=used)
+            tl.store(
+                out + target[:, None] * VALUE_SIZE + dv[None, :],
+                total,
+                mask=used[:, None] & (dv < VALUE_SIZE)[None, :],
+            )
     else:
         peak = tl.full((ROWS,), LOWEST, dtype=tl.float32)
         mass = tl.zeros((ROWS,), dtype=tl.float32)
@@ -270,6 +220,65 @@ def attention_kernel(
             total.to(out.dtype.element_ty),
             mask=used[:, None] & (dv < VALUE_SIZE)[None, :],
         )
+
+
+@triton.jit
+def merge_kernel(
+    partial,  # [T, Hq, parts, Dv] fp32
+    extremes,  # [T, Hq, parts, 2] fp32
+    query_start,  # [B+1] int32
+    seq_lens,  # [B] int32
+    sinks,  # [Hq] fp32, or anything if not HAS_SINKS
+    out,  # [T, Hq, Dv]
+    window,
+    parts,
+    SEQUENCES: tl.constexpr,
+    PADDED_SEQUENCES: tl.constexpr,
+    HEADS: tl.constexpr,
+    VALUE_SIZE: tl.constexpr,
+    VALUE_BLOCK: tl.constexpr,
+    SPLIT: tl.constexpr,
+    MERGED: tl.constexpr,  # parts of one turn
+    HAS_WINDOW: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+):
+    """Merge the parts of one (query, head) in fixed turns; zero where there is no sequence."""
+    token, head = tl.program_id(0), tl.program_id(1)
+    b = tl.arange(0, PADDED_SEQUENCES)
+    starts = tl.load(query_start + b, mask=b < SEQUENCES, other=0)
+    sequence = tl.sum(((starts <= token) & (b < SEQUENCES)).to(tl.int32), 0) - 1
+    end = tl.load(query_start + sequence + 1)
+    position = tl.load(seq_lens + sequence) - end + token
+    dv = tl.arange(0, VALUE_BLOCK)
+    row = token.to(tl.int64) * HEADS + head
+    total = tl.zeros((VALUE_BLOCK,), dtype=tl.float32)
+    peak = tl.full((), LOWEST, tl.float32)
+    mass = tl.full((), 0.0, tl.float32)
+    if HAS_SINKS:
+        peak = tl.load(sinks + head) * LOG2E
+        mass += 1.0
+    low = 0
+    if HAS_WINDOW:
+        low = tl.maximum(0, position - window + 1)
+    first, high = low // SPLIT, tl.where(token < end, position // SPLIT + 1, 0)
+    for start in range(first // MERGED * MERGED, high, MERGED):
+        part = start + tl.arange(0, MERGED)
+        there = (part >= first) & (part < high)
+        at = row * parts + part
+        peaks = tl.load(extremes + at * 2, mask=there, other=LOWEST)
+        masses = tl.load(extremes + at * 2 + 1, mask=there, other=0.0)
+        values = tl.load(
+            partial + at[:, None] * VALUE_SIZE + dv[None, :],
+            mask=there[:, None] & (dv < VALUE_SIZE)[None, :],
+            other=0.0,
+        )
+        higher = tl.maximum(peak, tl.max(peaks, 0))
+        shrink, grow = tl.exp2(peak - higher), tl.exp2(peaks - higher)
+        total = total * shrink + tl.sum(values * grow[:, None], 0)
+        mass = mass * shrink + tl.sum(masses * grow, 0)
+        peak = higher
+    total = tl.where(token < end, total / tl.where(token < end, mass, 1.0), 0.0)
+    tl.store(out + row * VALUE_SIZE + dv, total.to(out.dtype.element_ty), mask=dv < VALUE_SIZE)
 
 
 def paged_attention(
@@ -312,33 +321,29 @@ def paged_attention(
         "HAS_WINDOW": window is not None,
     }
     sink_scores = seq_lens if sinks is None else sinks.float().contiguous()
-    partial = extremes = arrived = out
-    tiles = tokens // shape["QUERIES"] + sequences
-    joined = JOINS and split and tokens <= sequences and tiles * kv_heads <= COUNTERS
+    target = extremes = out
     if split:
         rows = (tokens, heads, parts)
-        partial = torch.empty(*rows, value_size, dtype=torch.float32, device=q.device)
+        target = torch.empty(*rows, value_size, dtype=torch.float32, device=q.device)
         extremes = torch.empty(*rows, 2, dtype=torch.float32, device=q.device)
     else:
         out.zero_()
-    if joined:
-        arrived = arrived_counters(q.device)
+    tiles = tokens // shape["QUERIES"] + sequences
     programs = min(parts, -(-PROGRAMS // (tiles * kv_heads))) if split else 1
     grid = (tiles, kv_heads, programs)
     attention_kernel[grid](
-        q, k_pages, v_pages, block_tables, query_start, seq_lens, sink_scores, out, partial,
-        extremes, arrived, scale, softcap or 0.0, window or 0, *q.stride()[:2],
-        *k_pages.stride()[:3], *v_pages.stride()[:3], block_tables.stride(0), parts, tokens,
+        q, k_pages, v_pages, block_tables, query_start, seq_lens, sink_scores, target, extremes,
+        scale, softcap or 0.0, window or 0, *q.stride()[:2], *k_pages.stride()[:3],
+        *v_pages.stride()[:3], block_tables.stride(0), parts,
         GROUP=group, TOKENS=page_tokens, KEY_SIZE=key_size,
         KEY_BLOCK=max(SMALLEST_DOT, triton.next_power_of_2(key_size)),
-        HAS_SOFTCAP=softcap is not None, HAS_SINKS=sinks is not None and (joined or not split),
-        JOINED=joined, MERGED=max(1, MERGED_PARTS // shape["PADDED_GROUP"]),
-        FP32=not same_dtype or q.dtype == torch.float32, **common, **shape, **overlap(q.device),
+        HAS_SOFTCAP=softcap is not None, HAS_SINKS=sinks is not None and not split,
+        FP32=not same_dtype or q.dtype == torch.float32, **common, **shape,
     )  # fmt: skip
-    if split and not joined:
+    if split:
         merge_kernel[(tokens, heads)](
-            partial, extremes, query_start, seq_lens, sink_scores, out, window or 0, parts,
-            MERGED=MERGED_PARTS, HAS_SINKS=sinks is not None, **common, **overlap(q.device),
+            target, extremes, query_start, seq_lens, sink_scores, out, window or 0, parts,
+            MERGED=MERGED_PARTS, HAS_SINKS=sinks is not None, **common,
         )  # fmt: skip
     return out
 

@@ -12,7 +12,6 @@ import torch
 import triton
 import triton.language as tl
 
-ENABLED = False  # not before it has run on a GPU
 _FIRST_CAPABILITY = 9
 
 
@@ -27,7 +26,7 @@ def begin(OVERLAP: tl.constexpr):
 @cache
 def overlap(device: torch.device) -> dict[str, Any]:
     """Options of a launch of a kernel that calls `begin`."""
-    if not ENABLED or device.type != "cuda" or torch.version.hip is not None:
+    if device.type != "cuda" or torch.version.hip is not None:
         return {"OVERLAP": False}
     if torch.cuda.get_device_capability(device)[0] < _FIRST_CAPABILITY:
         return {"OVERLAP": False}

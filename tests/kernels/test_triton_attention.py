@@ -19,11 +19,6 @@ INTERPRETED = os.environ["TRITON_INTERPRET"] == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
 
 
-@pytest.fixture(autouse=True)
-def joined(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "JOINS", True)
-
-
 class Cache:
     """Sequences in scattered pages; bytes that no kernel may use are NaN."""
 
@@ -236,28 +231,27 @@ import itertools, sys
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from pw_kernels import triton_attention, triton_parts, triton_step
+from pw_kernels import triton_attention, triton_step
 
 types = dict(q="*bf16", k_pages="*bf16", v_pages="*bf16", source="*bf16", pages="*bf16",
              block_tables="*i32", query_start="*i32", seq_lens="*i32", sinks="*fp32",
-             slots="*i64", extremes="*fp32", partial="*fp32", arrived="*i32", out="*bf16",
-             scale="fp32", softcap="fp32")
+             slots="*i64", extremes="*fp32", partial="*fp32", scale="fp32", softcap="fp32")
 base = dict(SEQUENCES=8, PADDED_SEQUENCES=8, HEADS=16, GROUP=8, TOKENS=4, KEY_SIZE=128,
             VALUE_SIZE=128, KEY_BLOCK=128, VALUE_BLOCK=128, PADDED_GROUP=8, ROWS=64, QUERIES=8,
             KEYS=64, SPLIT=512, HAS_WINDOW=True, HAS_SOFTCAP=True, HAS_SINKS=True, FP32=False,
-            JOINED=False, OVERLAP=False, MERGED=16, SIZE=128, BLOCK=1024)
+            OVERLAP=True, MERGED=16, SIZE=128, BLOCK=1024)
 wide = base | dict(KEY_SIZE=512, VALUE_SIZE=512, KEY_BLOCK=512, VALUE_BLOCK=512, ROWS=32,
                    QUERIES=4, KEYS=32, SPLIT=0)
-decode = base | dict(ROWS=16, QUERIES=2, JOINED=True, OVERLAP=True, MERGED=2)
 for capability, name, sizes in (
     (80, "attention_kernel", base), (90, "attention_kernel", wide),
     (100, "attention_kernel", base),
-    (90, "attention_kernel", decode), (90, "merge_kernel", base), (90, "write_kv_kernel", base),
+    (90, "merge_kernel", base), (90, "write_kv_kernel", base),
 ):
-    rooms = (triton_attention, triton_parts, triton_step)
-    kernel = next(getattr(room, name) for room in rooms if hasattr(room, name))
+    kernel = getattr(triton_attention, name, None) or getattr(triton_step, name)
+    split = sizes["SPLIT"] and name == "attention_kernel"
+    signature_types = types | dict(out="*fp32" if split else "*bf16")
     constants = {k: v for k, v in sizes.items() if k in kernel.arg_names}
-    signature = {k: "constexpr" if k in constants else types.get(k, "i32")
+    signature = {k: "constexpr" if k in constants else signature_types.get(k, "i32")
                  for k in kernel.arg_names}
     target = GPUTarget("cuda", capability, 32)
     options = dict(num_warps=8 if sizes is wide else 4, num_stages=2)
