@@ -103,10 +103,10 @@ class Steps:
         """
         engine = self._engine
         began, widest = engine.status(), engine.status().mean_bits
-        for turn in range(_MOST_TURNS):
-            if min(map(len, self.times.values())) >= steps:
-                break
-            self._turn(turn, steps, f"static:{max(2, round(widest / 2))}")
+        turns = 0
+        while turns < _MOST_TURNS and min(map(len, self.times.values())) < steps:
+            self._turn(turns, steps, f"static:{max(2, round(widest / 2))}")
+            turns += 1
         engine.check_integrity()
         if not self.times[True]:
             raise PwError("no plane moved in any decode step", "raise --memory-budget")
@@ -115,6 +115,7 @@ class Steps:
         quiet, moving = (np.array(self.times[kind]) for kind in (False, True))
         return {
             "batch": self._batch,
+            "turns": turns,
             "reloaded_bytes": moved,
             "reloaded_GB_s_while_moving": moved / (moving.sum() / 1e3) / 1e9,
             "raise_to_commit_mean_ms": (now.move_seconds_total - began.move_seconds_total)
@@ -147,8 +148,9 @@ class Steps:
         engine.set_policy("adaptive")
         left = limit - 2 - self._until(lambda: self._moves, limit // 4)
         while left > 2 * _SPELL and min(map(len, self.times.values())) < steps:
-            if not self._moves and self._engine._parts.precision.pending is False:
-                break  # all is back
+            if self._all_back:
+                break
+            left -= self._until(lambda: self._moves, limit // 4)
             left -= self._spell(moving=True)
             with _held_still(engine):
                 left -= self._until(lambda: not self._moves, limit // 4)
@@ -173,6 +175,11 @@ class Steps:
         launcher._overlaps = overlaps
 
     @property
+    def _all_back(self) -> bool:
+        table, precision = self._engine._parts.table, self._engine._parts.precision
+        return table is not None and int(table.committed.min()) >= precision.most_bits
+
+    @property
     def _moves(self) -> bool:
         mover = self._engine._parts.mover
         return mover is not None and mover.pending > 0
@@ -180,7 +187,7 @@ class Steps:
     def _until(self, reached: Callable[[], bool], most: int) -> int:
         """Steps that are not looked at; how many."""
         for number in range(most):
-            if reached():
+            if reached() or not self._engine.has_work():
                 return number
             self._engine.step()
         return most
@@ -198,6 +205,8 @@ class Steps:
         precision.safe_point = timed
         try:
             for _ in range(_SPELL):
+                if not engine.has_work():
+                    break  # at the longest context
                 before = self._moves
                 started = time.perf_counter()
                 engine.step()
@@ -217,14 +226,14 @@ def _tell(text: str) -> None:
 
 @contextmanager
 def _held_still(engine: Engine) -> Iterator[None]:
-    """No raise begins inside."""
+    """No raise begins inside; those planned go on afterwards."""
     precision: Any = engine._parts.precision
-    precision._agenda.clear()
     precision._pressure.decide = lambda **_: Decision(reason="held still")
+    precision._begin_planned = lambda _: []
     try:
         yield
     finally:
-        del precision._pressure.decide
+        del precision._pressure.decide, precision._begin_planned
 
 
 def _percentiles(name: str, milliseconds: list[float], points: list[float]) -> dict[str, Any]:
