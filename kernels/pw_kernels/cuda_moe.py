@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pw_kernels import cuda_prefill, nvrtc
+from pw_kernels import cuda_prefill, cuda_prompts, nvrtc
 from pw_kernels.bitplane import MAX_BITS, TILE_BYTES, TILE_ROWS
 from pw_kernels.cuda_routing import (
     KINDS,
@@ -149,6 +149,12 @@ def fused_moe(
     out = torch.empty(tokens, down.rows, dtype=x.dtype, device=device)
     if not tokens:
         return out
+    if plan is None and cuda_prompts.wins(count, experts, device):
+        return cuda_prompts.fused_moe(
+            x, topk_ids, topk_weights, arena, gate_up, down,
+            cuda_prompts.choose_plan(count, experts), activation=activation,
+            gate_up_bias=gate_up_bias, down_bias=down_bias, statistics=statistics, live=live,
+        )  # fmt: skip
     if plan is None and count >= PROMPT_SLOTS * experts:
         return cuda_prefill.fused_moe(
             x, topk_ids, topk_weights, arena, gate_up, down, activation=activation,

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from cuda.bindings import driver, nvrtc  # type: ignore[import-not-found, unused-ignore]
+from cuda.bindings import driver, nvrtc  # type: ignore[import-not-found, import-untyped, unused-ignore]
 
 Define = int | str
 _DEFAULT_SHARED_BYTES = 48 * 1024  # more must be asked for

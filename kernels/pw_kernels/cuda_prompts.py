@@ -1,0 +1,225 @@
+"""Fused MoE for prompts on GPUs of compute capability 9.0: planes decoded into the matrix unit.
+
+With many tokens for each expert the matrix unit is the limit, so a weight is decoded once for a
+whole group of tokens, in registers, and never written anywhere. Launches: `route`, `arrange` (the
+inputs as the matrix unit wants them), gate_up, down, `combine`. Nothing waits for the device and
+grids depend on shapes alone. The kernels are in `prompts.cu`.
+
+Axes as in `reference.py`; S = T * k slots. A group is up to `Plan.slots` slots of one expert.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pw_kernels import nvrtc
+from pw_kernels.cuda_routing import KINDS, Routed, combine, kernel, route, shape_constants
+from pw_kernels.pages import WeightPages
+
+LEAST_SLOTS = 16  # of each expert, on average, from which on this form is the fastest
+_CAPABILITY = (9, 0)  # alone has the warpgroup matrix unit
+_ROOM = 227 << 10  # bytes of shared memory that a block can have there
+_THREADS = 128  # of a warpgroup
+_RESERVED = 1024  # bytes of shared memory that each block takes beside its own
+_MOST_SLOTS = 176  # of a group that is chosen
+_CHUNK = 64  # columns of the image that lie together
+
+
+class Arguments(ctypes.Structure):
+    """`Arguments` of prompts.cu."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in (
+            "x", "arena", "plane_pages", "lut_pages", "bias", "weights", "work", "slots", "out"
+        )),
+        ("slot_count", ctypes.c_int),
+        ("groups", ctypes.c_int),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """How one class of widths is launched.
+
+    Attributes:
+        widest: Width of the class.
+        warpgroups: Of a block; each takes 64 rows.
+        blocks: On a multiprocessor.
+    """
+
+    widest: int
+    warpgroups: int
+    blocks: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Launch choices, from shapes alone.
+
+    Attributes:
+        slots: Of a group, a multiple of 16 up to 256.
+        classes: One to three, narrow widths first. Each is a launch; the second and the third walk
+            the same list of groups.
+        overlap: Launches may begin while the one before ends.
+    """
+
+    slots: int
+    classes: tuple[Tuning, ...]
+    overlap: bool = True
+
+
+def wins(slots: int, experts: int, device: torch.device) -> bool:
+    """Whether S slots over E experts are better off here than with the kernels of decode steps."""
+    return (
+        slots >= LEAST_SLOTS * experts
+        and torch.cuda.get_device_capability(device) == _CAPABILITY
+        and nvrtc.shared_bytes(device.index or 0) >= _ROOM
+    )
+
+
+def choose_plan(slots: int, experts: int) -> Plan:
+    """The plan for S slots over E experts: groups that nearly always hold all slots of an expert.
+
+    Counts vary by about the root of their mean, and two deviations of it are added.
+    """
+    mean = slots / experts
+    most = math.ceil(mean + 2 * math.sqrt(mean))
+    groups = -(-most // _MOST_SLOTS)
+    size = -(-most // (16 * groups)) * 16
+    if size <= 48:
+        return Plan(size, (Tuning(4, 2, 3), Tuning(6, 2, 2), Tuning(8, 2, 1)))
+    if size <= 112:
+        return Plan(size, (Tuning(5, 2, 2), Tuning(8, 2, 1)))
+    return Plan(size, (Tuning(4, 2, 2), Tuning(6, 3, 1), Tuning(8, 2, 1)))
+
+
+def fused_moe(
+    x: Tensor,
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    arena: Tensor,
+    gate_up: WeightPages,
+    down: WeightPages,
+    plan: Plan,
+    *,
+    activation: str,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    statistics: Tensor | None = None,
+    live: Tensor | None = None,
+) -> Tensor:
+    """As `cuda_moe.fused_moe`, for any number of tokens."""
+    modules, device, count = (gate_up, down), x.device, topk_ids.numel()
+    routed = route(
+        topk_ids, topk_weights, modules, plan.slots, plan.classes[0].widest, statistics, live
+    )
+    places = routed.slots.numel()
+    inputs, hidden = (
+        torch.empty(places * -(-pages.cols // _CHUNK) * _CHUNK, dtype=x.dtype, device=device)
+        for pages in modules
+    )
+    results = torch.empty(count, down.rows, dtype=torch.float32, device=device)
+    out = torch.empty(x.shape[0], down.rows, dtype=x.dtype, device=device)
+    common: dict[str, nvrtc.Define] = {
+        "FLOAT16": int(x.dtype == torch.float16), "TOP_K": topk_ids.shape[1],
+        "KIND": KINDS[activation], "SLOTS": plan.slots, **unit_macros(plan.slots),
+        "SHARED_BASE": nvrtc.reserved_shared_bytes(device.index or 0),
+    }  # fmt: skip
+    _arrange(x.contiguous(), routed, inputs, common, gate_up, arena.shape[1], plan.overlap)
+    for module, pages, source, target, bias in (
+        (0, gate_up, inputs, hidden, gate_up_bias),
+        (1, down, hidden, results, down_bias),
+    ):
+        bias = None if bias is None else bias.float().contiguous()
+        arguments = Arguments(
+            source.data_ptr(), arena.data_ptr(), pages.plane_pages.data_ptr(),
+            pages.lut_pages.data_ptr(), 0 if bias is None else bias.data_ptr(),
+            routed.weights.data_ptr(), routed.work[module].data_ptr(), routed.slots.data_ptr(),
+            target.data_ptr(), count, len(routed.slots),
+        )  # fmt: skip
+        constants = {
+            **common, **shape_constants(pages, arena.shape[1]), "GATED": 1 - module,
+            "BIAS": int(bias is not None),
+        }  # fmt: skip
+        _launch_classes(plan, pages, constants, arguments, device)
+    combine(results, routed, out, overlap=plan.overlap)
+    return out
+
+
+def _launch_classes(
+    plan: Plan,
+    pages: WeightPages,
+    constants: Mapping[str, nvrtc.Define],
+    arguments: Arguments,
+    device: torch.device,
+) -> None:
+    """Launch the kernel of each class of widths that a block of these pages can have."""
+    limit = nvrtc.shared_bytes(device.index or 0)
+    widest, low = pages.plane_pages.shape[1], 2
+    for number, tuning in enumerate(plan.classes):
+        high = min(tuning.widest, widest)
+        if low > high:
+            continue
+        room = shared_bytes(tuning.blocks, limit)
+        defines = {
+            **constants, "CLASS": min(number, 1), "LOW": low, "HIGH": high, "ROOM": room,
+            "GROUPS_OF_WARPS": tuning.warpgroups, "BLOCKS": tuning.blocks, "FIRST": int(low == 2),
+        }  # fmt: skip
+        kernel("prompts.cu", "experts", defines, device).launch(
+            (row_blocks(pages, bool(constants["GATED"]), tuning), arguments.groups),
+            _THREADS * tuning.warpgroups, room, arguments, overlap=plan.overlap,
+        )  # fmt: skip
+        low = tuning.widest + 1
+
+
+def row_blocks(pages: WeightPages, gated: bool, tuning: Tuning) -> int:
+    """Blocks that share the rows of a module; for hidden, whole chunks of its image."""
+    tiles = 2 * -(-pages.rows // (2 * _CHUNK)) if gated else -(-pages.rows // _CHUNK)
+    return -(-tiles // tuning.warpgroups)
+
+
+def shared_bytes(blocks: int, limit: int) -> int:
+    """Dynamic shared memory of each of so many blocks, where one could have `limit` alone."""
+    return ((limit + _RESERVED) // blocks - _RESERVED) // 1024 * 1024
+
+
+def unit_macros(slots: int) -> dict[str, str]:
+    """Text of the matrix unit's instruction for so many slots: operands cannot be looped over."""
+    sums = slots // 2
+    inputs = ",".join(f"%{sums + i}" for i in range(4))
+    return {
+        "COLUMNS": f'"{slots}"',
+        "SUMS": '"{' + ",".join(f"%{i}" for i in range(sums)) + '}"',
+        "INPUTS": f'"{{{inputs}}},%{sums + 4}"',
+        "OPERANDS": ",".join(f'"+f"(c[{i}])' for i in range(sums)),
+    }
+
+
+def _arrange(
+    x: Tensor,
+    routed: Routed,
+    image: Tensor,
+    constants: Mapping[str, nvrtc.Define],
+    pages: WeightPages,
+    page_bytes: int,
+    overlap: bool,
+) -> None:
+    """Gather the rows of x [T, K] that each group needs into its image."""
+    groups, places = routed.slots.shape
+    defines = {
+        **constants, **shape_constants(pages, page_bytes), "GATED": 1, "BIAS": 0, "CLASS": 0,
+        "LOW": 1, "HIGH": 0, "ROOM": _ROOM, "BLOCKS": 1, "FIRST": 1,
+        "GROUPS_OF_WARPS": 2,
+    }  # fmt: skip
+    jobs = groups * places * 8 * -(-pages.cols // _CHUNK)
+    pointers = (ctypes.c_void_p(tensor.data_ptr()) for tensor in (x, routed.slots, image))
+    kernel("prompts.cu", "arrange", defines, x.device).launch(
+        (-(-jobs // 256),), 256, 0, *pointers, ctypes.c_int(routed.ids.numel()),
+        ctypes.c_int(groups), overlap=overlap,
+    )  # fmt: skip

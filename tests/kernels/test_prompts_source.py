@@ -1,0 +1,195 @@
+"""The source of the MoE for prompts, run on a CPU: decoders, rings of copies, images and sums.
+
+As `test_cuda_source.py`, with `support/prompts_on_cpu.h` in place of the warpgroup matrix unit.
+"""
+
+import ctypes
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import silu
+
+import pw_kernels
+from pw_kernels import reference, testing
+from pw_kernels.pages import WeightPages
+
+SUPPORT = Path(__file__).parents[1] / "support"
+PAGE_BYTES = 4096
+WIDTHS = [2, 3, 4, 5, 6, 7, 8]
+TOKENS, TOP_K = 30, 3
+INSTRUCTIONS = [  # defined by the headers of support
+    "prmt", "lop3", "mad", "to_half", "barrier_init", "barriers_ready", "barrier_expect",
+    "barrier_arrive", "barrier_wait", "copy_bulk", "copy_words", "words_commit", "words_wait",
+    "warpgroup_meet", "unit_fence", "unit_commit", "unit_wait", "unit_multiply", "entry",
+    "wait_for_earlier", "let_next_begin",
+]  # fmt: skip
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+
+
+def as_cpp(call: str) -> str:
+    """prompts.cu without single instructions and types, and with an entry that makes `call`."""
+    source = Path(pw_kernels.__file__).with_name("prompts.cu").read_text()
+    source = re.sub(r"typedef unsigned .*;\n", "", source)
+    for name in INSTRUCTIONS:
+        source = without(name, source)
+    source = source.replace("extern __shared__ __align__(1024)", 'extern "C"')
+    entry = f'extern "C" void kernel(const void* all) {{ {call} }}'
+    return f'#include "prompts_on_cpu.h"\n{source}\n{entry}\n'
+
+
+def without(name: str, source: str) -> str:
+    """The source without definitions of a function, which end in their line or at the margin."""
+    kept, inside, found = [], False, False
+    for line in source.split("\n"):
+        if re.match(rf"(template <[^>]*> )?DI \w+ {name}\(", line):
+            found, inside = True, line.count("{") > line.count("}")
+        elif inside:
+            inside = line != "}"
+        else:
+            kept.append(line)
+    assert found, name
+    return "\n".join(kept)
+
+
+def compile_kernel(folder: Path, call: str, defines: dict[str, int]) -> Any:
+    """A library with `run(arguments, columns, rows, threads)`."""
+    (folder / "kernel.cpp").write_text(as_cpp(call))
+    library = folder / "kernel.so"
+    files = [folder / "kernel.cpp", SUPPORT / "prompts_on_cpu.cpp"]
+    options = ["-O1", "-w", "-std=c++17", "-fPIC", "-shared", "-fno-strict-aliasing"]
+    macros = [f"-D{key}={value}" for key, value in defines.items()]
+    command = ["g++", *options, *macros, f"-I{SUPPORT}", *files, "-o", library]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[:4000]
+    return ctypes.CDLL(str(library))
+
+
+class Arguments(ctypes.Structure):
+    """`Arguments` of prompts.cu."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in (
+            "x", "arena", "plane_pages", "lut_pages", "bias", "weights", "work", "slots", "out"
+        )),
+        ("slot_count", ctypes.c_int),
+        ("groups", ctypes.c_int),
+    )  # fmt: skip
+
+
+def image(rows: torch.Tensor) -> torch.Tensor:
+    """Slots [.., K] as the matrix unit reads them: [K / 64, .., 64], as prompts.cu describes it."""
+    count, cols = rows.shape
+    chunks = -(-cols // 64)
+    padded = torch.nn.functional.pad(rows, (0, chunks * 64 - cols))
+    # of 32 columns: c, q, pair -> q, c, pair
+    units = padded.view(count, chunks, 2, 4, 4, 2).transpose(3, 4).reshape(count, chunks, 8, 8)
+    out = torch.empty(chunks, count, 8, 8, dtype=rows.dtype)
+    for n in range(count):
+        for unit in range(8):
+            out[:, n, unit ^ (n & 7)] = units[n, :, unit]
+    return out.view(chunks, count, 64)
+
+
+def inputs(
+    rows: int, cols: int, slots_of_group: int
+) -> tuple[torch.Tensor, WeightPages, dict[str, int], torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Arena, blocks of each width, constants, experts of the slots [S], work list, groups."""
+    pages = 60 * len(WIDTHS) + 3 * rows * cols * len(WIDTHS) // PAGE_BYTES
+    arena = testing.ScatteredArena(pages, PAGE_BYTES)
+    placed = testing.random_blocks(arena, rows, cols, WIDTHS)
+    constants = {
+        "FLOAT16": 0, "KIND": 0, "BIAS": 1, "CLASS": 0, "FIRST": 1, "LOW": 2, "HIGH": 8,
+        "SLOTS": slots_of_group, "ROOM": 227 << 10, "BLOCKS": 1, "ROWS": rows, "COLS": cols,
+        "ROW_TILES": -(-rows // 32), "COL_TILES": -(-cols // 128), "TOP_K": TOP_K,
+        "PLANES": placed.plane_pages.shape[1], "PP": placed.plane_pages.shape[2],
+        "LP": placed.lut_pages.shape[1], "PAGE_SHIFT": PAGE_BYTES.bit_length() - 1,
+    }  # fmt: skip
+    ids = torch.stack([torch.randperm(len(WIDTHS))[:TOP_K] for _ in range(TOKENS)]).flatten()
+    groups, work = [], []
+    for expert, width in enumerate(WIDTHS):
+        for part in (ids == expert).nonzero().flatten().split(slots_of_group):
+            places = torch.full((slots_of_group,), len(ids), dtype=torch.int32)
+            places[: len(part)] = part
+            work.append([len(groups), expert, width, int(placed.lut_offset[expert])])
+            groups.append(places)
+    work.append([0, -1, 0, 0])  # a group that is not needed
+    slots = torch.stack([*groups, groups[0]])
+    return arena.data, placed, constants, ids, torch.tensor(work, dtype=torch.int32), slots
+
+
+@pytest.mark.parametrize(("warpgroups", "slots_of_group"), [(2, 32), (3, 16)])
+@pytest.mark.parametrize(
+    ("gated", "shape"),
+    [(True, (192, 264)), (True, (256, 384)), (False, (160, 392)), (False, (264, 128))],
+)
+def test_every_width(
+    tmp_path: Path, gated: bool, shape: tuple[int, int], warpgroups: int, slots_of_group: int
+) -> None:
+    rows, cols = shape
+    arena, placed, constants, ids, work, slots = inputs(rows, cols, slots_of_group)
+    count = len(ids)
+    x = torch.randn(count, cols).bfloat16()
+    padded = torch.cat([x, torch.full((1, cols), torch.nan).bfloat16()])  # unused: anything
+    source = torch.stack([image(padded[group.long()]) for group in slots])
+    width = rows // 2 if gated else rows
+    chunks = -(-width // 64)
+    weights, bias = torch.rand(count), torch.randn(len(WIDTHS), rows)
+    if gated:
+        out = torch.full((len(slots), chunks, slots.shape[1], 64), torch.nan).bfloat16()
+    else:
+        out = torch.full((count, rows), torch.nan)
+    tensors = (
+        source, arena, placed.plane_pages, placed.lut_pages, bias, weights, work, slots, out
+    )  # fmt: skip
+    arguments = Arguments(*(tensor.data_ptr() for tensor in tensors), count, len(slots))
+    constants |= {"GATED": int(gated), "GROUPS_OF_WARPS": warpgroups}
+    if warpgroups == 3:
+        constants["HIGH"] = 6  # tables of wider blocks do not fit
+        work[work[:, 2] > 6, 1] = -1
+    library = compile_kernel(tmp_path, "experts(*(const Arguments*)all);", constants)
+    row_blocks = -(-(2 * chunks if gated else -(-rows // 64)) // warpgroups)
+    library.run(ctypes.byref(arguments), row_blocks, len(slots), 128 * warpgroups)
+    run = torch.tensor([width <= constants["HIGH"] for width in WIDTHS])
+    want = torch.empty(count, rows)
+    for slot, expert in enumerate(ids.tolist()):
+        matrix = reference.decode_block(arena, placed, expert, torch.bfloat16)
+        want[slot] = matrix @ x[slot].float() + bias[expert]
+    if gated:
+        want = (silu(want[:, : rows // 2]) * want[:, rows // 2 :]).bfloat16()
+        for number, group in enumerate(slots):
+            used = group[group < count].long()
+            got, expected = out[number, :, : len(used)], image(want[used])
+            if work[number, 1] < 0:
+                assert got.isnan().all()
+                continue
+            assert (got - expected).float().norm() <= 2e-3 * expected.float().norm()
+    else:
+        want *= weights[:, None]
+        assert out[~run[ids]].isnan().all()
+        assert (out - want)[run[ids]].norm() <= 1e-6 * want.norm()
+
+
+def test_images_of_the_inputs(tmp_path: Path) -> None:
+    cols, slots_of_group = 200, 32
+    _, _, constants, ids, _, slots = inputs(64, cols, slots_of_group)
+    x = torch.randn(TOKENS, cols).bfloat16()
+    chunks = -(-cols // 64)
+    out = torch.full((len(slots), chunks, slots_of_group, 64), torch.nan).bfloat16()
+    where = ", ".join(
+        f"({kind}*){tensor.data_ptr()}ull"
+        for kind, tensor in (("const uint4", x), ("const int", slots), ("uint4", out))
+    )
+    constants |= {"GATED": 1, "LOW": 1, "HIGH": 0, "GROUPS_OF_WARPS": 2}
+    call = f"arrange({where}, {len(ids)}, {len(slots)});"
+    library = compile_kernel(tmp_path, call, constants)
+    library.run(None, -(-len(slots) * slots_of_group * 8 * chunks // 256), 1, 256)
+    for number, group in enumerate(slots):
+        used = group[group < len(ids)].long()
+        assert torch.equal(out[number, :, : len(used)], image(x[used // TOP_K]))
+        assert out[number, :, len(used) :].isnan().all()
