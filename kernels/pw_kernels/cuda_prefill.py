@@ -1,4 +1,4 @@
-"""Fused MoE for prompts: a block is expanded once for all its tokens, then multiplied as a matrix.
+"""Fused MoE for long prompts on GPUs that `cuda_prompts` cannot take: blocks expanded to matrices.
 
 With many tokens for each expert the matrix unit is the limit, so decoding must not be repeated.
 Blocks of some experts at a time are written to a bounded scratch by the decoders of `moe.cu`, and

@@ -27,7 +27,7 @@ _CAPABILITY = (9, 0)  # alone has the warpgroup matrix unit
 _ROOM = 227 << 10  # bytes of shared memory that a block can have there
 _THREADS = 128  # of a warpgroup
 _RESERVED = 1024  # bytes of shared memory that each block takes beside its own
-_MOST_SLOTS = 176  # of a group that is chosen
+_SIZES = (32, 48, 96, 160)  # of groups
 _CHUNK = 64  # columns of the image that lie together
 
 
@@ -86,15 +86,15 @@ def wins(slots: int, experts: int, device: torch.device) -> bool:
 def choose_plan(slots: int, experts: int) -> Plan:
     """The plan for S slots over E experts: groups that nearly always hold all slots of an expert.
 
-    Counts vary by about the root of their mean, and two deviations of it are added.
+    Counts vary by about the root of their mean, and two deviations of it are added. There are few
+    sizes, since each is compiled when it is first met.
     """
     mean = slots / experts
     most = math.ceil(mean + 2 * math.sqrt(mean))
-    groups = -(-most // _MOST_SLOTS)
-    size = -(-most // (16 * groups)) * 16
+    size = next((size for size in _SIZES if most <= size), _SIZES[-1])
     if size <= 48:
         return Plan(size, (Tuning(4, 2, 3), Tuning(6, 2, 2), Tuning(8, 2, 1)))
-    if size <= 112:
+    if size <= 96:
         return Plan(size, (Tuning(5, 2, 2), Tuning(8, 2, 1)))
     return Plan(size, (Tuning(4, 2, 2), Tuning(6, 3, 1), Tuning(8, 2, 1)))
 
