@@ -93,14 +93,18 @@ class Scheduler:
     def schedule(self) -> list[Chunk]:
         """Choose the chunks of the next step and give them pages. Empty when nothing can run."""
         chunks: dict[Sequence, Chunk] = {}
+        taken = 0  # tokens of the chunks
         for decoding in (True, False):
             for sequence in list(self.running):
-                budget = self._max_tokens - sum(chunk.count for chunk in chunks.values())
+                budget, before = self._max_tokens - taken, self.preemptions
                 missing = sequence.length - sequence.computed
                 preempted = sequence.kv is None
                 if preempted or budget <= 0 or (missing == 1) != decoding:
                     continue
-                self._grow(sequence, min(missing, budget), chunks)
+                if self._grow(sequence, min(missing, budget), chunks):
+                    taken += chunks[sequence].count
+                if self.preemptions > before:  # chunks of others are gone
+                    taken = sum(chunk.count for chunk in chunks.values())
         self._admit(chunks)
         return list(chunks.values())
 
