@@ -12,7 +12,7 @@
 //   PINGPONG      1: two turns of the loop instead of one, so that no register is copied (the same, up to 6 bits)
 //   EXPAND        1: blocks are written out as matrices, for prompts, instead of multiplied
 //   BLOCKS        wanted on a multiprocessor
-//   DIRECT        1: one token, so that every slot is a group and no list is needed
+//   DIRECT        1: one token, so that every slot is a group and no list is needed, but there are few blocks: HALVED below
 //   FIRST         1: the first launch of its module, which waits for what the launches before it wrote
 //   TABLE_BITS    first width whose tables lie in shared memory;  SHARED_BASE: where dynamic shared memory begins
 //
@@ -96,7 +96,7 @@ DI void let_next_begin() { asm volatile("griddepcontrol.launch_dependents;" ::: 
 DI void wait_for_earlier() {}
 DI void let_next_begin() {}
 #endif
-// One block is enough, and the others make room.
+// One block of a launch is enough for that, and the others make room.
 DI void at_the_end() {
   if ((!FIRST || !GATED) && blockIdx.x == 0 && blockIdx.y == 0) wait_for_earlier();
 }
