@@ -89,8 +89,12 @@ class RankGroup:
         return int(votes) == self.size
 
     def _connect_peers(self, store: Any, folder: Path) -> PeerSums | None:
-        """Another way for small sums, if all ranks have it and it gives the right ones."""
-        if not self.agree(PeerSums.supported(self.size, self._device)):
+        """Another way for small sums, if all ranks have it and it gives the right ones.
+
+        Only where the environment has PW_PEER_SUMS: see docs/scale.md.
+        """
+        wanted = "PW_PEER_SUMS" in os.environ
+        if not self.agree(wanted and PeerSums.supported(self.size, self._device)):
             return None
         peers = None
         try:

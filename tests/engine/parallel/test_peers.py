@@ -77,11 +77,20 @@ def test_all_ranks_take_the_other_way_or_none_does(
 ) -> None:
     way = type("Way", (OtherWay,), {"broken": broken, "factor": factor, "calls": 0})
     monkeypatch.setattr(groups, "PeerSums", way)
+    monkeypatch.setenv("PW_PEER_SUMS", "1")
     assert sums(tmp_path) == [[3.0] * 4] * 2
     assert way.calls == (4 if taken else 0 if broken else 2)  # a first one each, then those of use
     slower = [text for text in caplog.messages if text.startswith("small sums go over NCCL")]
     assert len(slower) == (len(broken) if broken else 0 if taken else 2)
     assert all("\n" not in text for text in slower)
+
+
+def test_nobody_takes_it_unasked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    way = type("Way", (OtherWay,), {"calls": 0})
+    monkeypatch.setattr(groups, "PeerSums", way)
+    monkeypatch.delenv("PW_PEER_SUMS", raising=False)
+    assert sums(tmp_path) == [[3.0] * 4] * 2
+    assert way.calls == 0
 
 
 def test_which_sums_are_small() -> None:
