@@ -69,8 +69,8 @@ class Plan:
         register_bits: At most 4.
         widths: Least and greatest width that a block may have.
         overlap: Launches may begin while the one before ends.
-        direct: A single token needs no list: each of its slots is a group. It has few blocks, so
-            they take half of the rows of a pair of row tiles, where tables are in registers.
+        direct: A single token needs no list: each of its slots is a group. Where a module then has
+            few blocks, they take half of the rows of a pair of row tiles (up to `register_bits`).
     """
 
     token_tiles: int
@@ -244,19 +244,25 @@ def _launch_classes(
         if low > high:
             continue
         items = tuning.items if low > plan.register_bits else 1
+        halved = defines["DIRECT"] and pairs * groups <= _places(index)
         constants = {
             **defines, "CLASS": number, "LOW": low, "HIGH": high, "NT": plan.token_tiles,
             "WK": tuning.split, "ITEMS": items, "BLOCKS": tuning.blocks,
             "TABLE_BITS": plan.register_bits + 1, "FIRST": first, "RESIDENT": tuning.resident,
             "PINGPONG": int(tuning.pingpong),
-            "SHARED_BASE": nvrtc.reserved_shared_bytes(index),
+            "HALVED": int(halved), "SHARED_BASE": nvrtc.reserved_shared_bytes(index),
         }  # fmt: skip
         shared = max(_shared_bytes(b, plan, tuning) for b in range(low, high + 1))
-        units = -(-(pairs << defines["DIRECT"]) // items)
+        units = -(-pairs // items) << constants["HALVED"]
         kernel("moe.cu", "experts", constants, device).launch(
             (units, groups), 2 * _LANES * tuning.split, shared, *arguments, overlap=plan.overlap
         )
         first = 0
+
+
+def _places(device: int) -> int:
+    """Blocks that a device holds at once, two on each multiprocessor."""
+    return 2 * nvrtc.device_attribute("MULTIPROCESSOR_COUNT", device)
 
 
 def _shared_bytes(bits: int, plan: Plan, tuning: Tuning) -> int:

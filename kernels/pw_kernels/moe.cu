@@ -12,7 +12,8 @@
 //   PINGPONG      1: two turns of the loop instead of one, so that no register is copied (the same, up to 6 bits)
 //   EXPAND        1: blocks are written out as matrices, for prompts, instead of multiplied
 //   BLOCKS        wanted on a multiprocessor
-//   DIRECT        1: one token, so that every slot is a group and no list is needed, but there are few blocks: HALVED below
+//   DIRECT        1: one token, so that every slot is a group and no list is needed
+//   HALVED        1: a block takes half of the rows of a pair of row tiles (DIRECT, tables in registers)
 //   FIRST         1: the first launch of its module, which waits for what the launches before it wrote
 //   TABLE_BITS    first width whose tables lie in shared memory;  SHARED_BASE: where dynamic shared memory begins
 //
@@ -21,6 +22,7 @@
 
 #ifndef DIRECT
 #define DIRECT 0
+#define HALVED 0
 #endif
 
 typedef unsigned int u32;
@@ -120,7 +122,6 @@ struct Arguments {
   int slot_count, groups;  // S, G
   u32 tile_bytes;          // 512: not a literal, so that addresses are one multiply-add and not shifts
 };
-constexpr bool HALVED = DIRECT;                               // a block takes 16 rows of each tile (tables in registers only)
 constexpr int TOKENS = 8 * NT, WARPS = 2 * WK, TILE_SHIFT = PAGE_SHIFT - 9;
 constexpr int HALF_TILES = GATED ? ROW_TILES / 2 : 1;         // from a row tile to its partner
 DI int row_tile(int item, int half) { return GATED ? item + half * HALF_TILES : min(2 * item + half, ROW_TILES - 1); }

@@ -21,7 +21,7 @@ BLOCK = {
     "PLANES": 8, "PP": 22, "LP": 44, "PAGE_SHIFT": 15, "GATED": 1, "KIND": 0, "BIAS": 0,
     "CLASS": 0, "LOW": 2, "HIGH": 4, "NT": 1, "WK": 2, "ITEMS": 1, "BLOCKS": 1, "TABLE_BITS": 5,
     "SHARED_BASE": 1024, "EXPAND": 0, "FIRST": 1, "RESIDENT": 65536, "PINGPONG": 0,
-    "DIRECT": 0,
+    "DIRECT": 0, "HALVED": 0,
 }  # fmt: skip
 
 
@@ -42,7 +42,7 @@ FORMS: list[dict[str, int]] = [
     {"FLOAT16": 1, "CLASS": 1, "LOW": 5, "HIGH": 8, "WK": 4, "ITEMS": 2, "KIND": 1},
     {"GATED": 0, "ROWS": 1000, "COLS": 712, "ROW_TILES": 32, "COL_TILES": 6, "BIAS": 1},
     {"NT": 8, "KIND": 2},
-    {"DIRECT": 1, "HIGH": 8},
+    {"DIRECT": 1, "HALVED": 1, "HIGH": 8},
     {"EXPAND": 1, "HIGH": 8},
 ]
 

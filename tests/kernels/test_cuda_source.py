@@ -90,7 +90,7 @@ def blocks(rows: int, cols: int) -> tuple[torch.Tensor, WeightPages, dict[str, i
     placed = testing.random_blocks(arena, rows, cols, WIDTHS)
     constants = {
         "FLOAT16": 0, "KIND": 0, "BIAS": 0, "CLASS": 0, "LOW": 2, "HIGH": 8, "NT": 1, "WK": 4,
-        "ITEMS": 1, "BLOCKS": 1, "DIRECT": 0,
+        "ITEMS": 1, "BLOCKS": 1, "DIRECT": 0, "HALVED": 0,
         "TABLE_BITS": 5, "EXPAND": 0, "FIRST": 1, "RESIDENT": 65536, "PINGPONG": 1,
         "ROWS": rows, "COLS": cols, "ROW_TILES": -(-rows // 32),
         "COL_TILES": -(-cols // 128), "PLANES": placed.plane_pages.shape[1],
@@ -174,14 +174,15 @@ def test_every_width_of_the_decode_kernel(
 
 
 @pytest.mark.parametrize("gated", [True, False])
-def test_one_token_needs_no_list(tmp_path: Path, gated: bool) -> None:
+@pytest.mark.parametrize("halved", [0, 1])
+def test_one_token_needs_no_list(tmp_path: Path, gated: bool, halved: int) -> None:
     case = Case(gated, tokens=1, top_k=len(WIDTHS))
     experts = len(WIDTHS)
     live, counted = torch.ones(1, dtype=torch.int32), torch.ones(2, experts)
     call = case.without_lists(live, counted)
-    defines = case.constants | {"DIRECT": 1}
+    defines = case.constants | {"DIRECT": 1, "HALVED": halved}
     library = compile_kernel(tmp_path, call, defines)
-    grid = (2 * ((defines["ROW_TILES"] + 1) // 2), experts)
+    grid = ((defines["ROW_TILES"] + 1) // 2 << halved, experts)
     arguments = case.arguments(torch.empty(0), torch.empty(experts))
     library.run(ctypes.byref(arguments), *grid, 64 * defines["WK"])
     case.check()
