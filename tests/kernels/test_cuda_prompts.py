@@ -73,6 +73,36 @@ def test_groups_hold_what_most_experts_get(mean: int, slots: int) -> None:
     assert cuda_prompts.choose_plan(mean * 60, 60).slots == slots
 
 
+@pytest.mark.parametrize(
+    ("planes", "launched"),
+    [(8, [(0, 2, 4, 1), (1, 5, 6, 0), (1, 7, 8, 0)]), (5, [(0, 2, 4, 1), (1, 5, 5, 0)])],
+)
+def test_every_width_has_one_launch(
+    monkeypatch: pytest.MonkeyPatch, planes: int, launched: list[tuple[int, ...]]
+) -> None:
+    found, grids = [], []
+
+    class Launched:
+        def launch(self, grid: tuple[int, int], *_: Any, **__: Any) -> None:
+            grids.append(grid)
+
+    def kernel(source: str, name: str, defines: dict[str, int], device: torch.device) -> Launched:
+        found.append(tuple(defines[key] for key in ("CLASS", "LOW", "HIGH", "FIRST")))
+        return Launched()
+
+    monkeypatch.setattr(cuda_prompts, "kernel", kernel)
+    monkeypatch.setattr(cuda_prompts.nvrtc, "shared_bytes", lambda _: 227 << 10)
+    ids = torch.zeros(2, planes, 1, dtype=torch.int32)
+    pages = WeightPages(
+        192, 256, ids[:, 0, 0].contiguous(), ids, ids[:, 0].contiguous(), ids[0, :2, 0].contiguous()
+    )
+    arguments, plan = cuda_prompts.Arguments(groups=3), cuda_prompts.choose_plan(300, 2)
+    cuda_prompts._launch_classes(plan, pages, {"GATED": 1}, arguments, torch.device("cpu"))
+    assert found == launched
+    # 96 columns of hidden are two chunks of 64, of which a warpgroup makes half of one
+    assert grids == [(2, 3), (2, 3), (2, 3)][: len(launched)]
+
+
 class Call:
     """One layer on the GPU, its random inputs, and what the reference says."""
 
@@ -121,10 +151,16 @@ class Call:
 @gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
-    "plan", [(32, ONE_LAUNCH), (48, TWO_BLOCKS), (160, WIDE_BLOCKS), (160, ONE_LAUNCH, False)]
+    "plan",
+    [
+        cuda_prompts.Plan(32, ONE_LAUNCH),
+        cuda_prompts.Plan(160, ONE_LAUNCH, overlap=False),
+        *(cuda_prompts.choose_plan(mean * 60, 60) for mean in (17, 34, 68, 136)),
+    ],
+    ids=str,
 )
-def test_all_widths_in_one_call(plan: tuple[Any, ...], dtype: torch.dtype) -> None:
-    Call(ALL_WIDTHS, 392, 96, 300, dtype).check(cuda_prompts.Plan(*plan))
+def test_all_widths_in_one_call(plan: Any, dtype: torch.dtype) -> None:
+    Call(ALL_WIDTHS, 392, 96, 300, dtype).check(plan)
 
 
 @pytest.mark.gpu
@@ -144,6 +180,16 @@ def test_activations_and_biases(activation: str) -> None:
     }
     call = Call([3, 6, 4], 264, 64, 100, activation=activation, **biases)
     call.check(cuda_prompts.Plan(64, TWO_BLOCKS))
+
+
+@pytest.mark.gpu
+@gpu
+def test_the_fast_form_of_the_moe_takes_it_for_prompts() -> None:
+    cuda_moe = pytest.importorskip("pw_kernels.cuda_moe")
+    call = Call([3, 4, 8], 256, 64, 100)
+    args = (call.x, call.ids, call.weights, call.arena, *call.blocks)
+    chosen = cuda_moe.fused_moe(*args, lut_dtype=call.x.dtype, **call.kwargs)
+    assert torch.equal(chosen, call(cuda_prompts.choose_plan(200, 3)))
 
 
 @pytest.mark.gpu

@@ -150,8 +150,7 @@ def test_every_width(
     arguments = Arguments(*(tensor.data_ptr() for tensor in tensors), count, len(slots))
     constants |= {"GATED": int(gated), "GROUPS_OF_WARPS": warpgroups}
     if warpgroups == 3:
-        constants["HIGH"] = 6  # tables of wider blocks do not fit
-        work[work[:, 2] > 6, 1] = -1
+        constants["HIGH"] = 6  # wider blocks are another launch's: their tables do not fit
     library = compile_kernel(tmp_path, "experts(*(const Arguments*)all);", constants)
     row_blocks = -(-(2 * chunks if gated else -(-rows // 64)) // warpgroups)
     library.run(ctypes.byref(arguments), row_blocks, len(slots), 128 * warpgroups)
@@ -165,7 +164,7 @@ def test_every_width(
         for number, group in enumerate(slots):
             used = group[group < count].long()
             got, expected = out[number, :, : len(used)], image(want[used])
-            if work[number, 1] < 0:
+            if work[number, 1] < 0 or work[number, 2] > constants["HIGH"]:
                 assert got.isnan().all()
                 continue
             assert (got - expected).float().norm() <= 2e-3 * expected.float().norm()
