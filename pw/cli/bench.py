@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from pw.cli.address import server_url
 from pw.cli.bench_options import Client, Dataset, Result
 from pw.cli.command import add_command, print_json
 from pw.cli.locate import TINY, artifact_path, model_folder
@@ -113,7 +114,9 @@ def serve(client: Client, dataset: Dataset, result: Result, common: Common) -> N
     workload = dataset.workload(client.seed)
     requests = workload.requests() if client.tokenizer is None else _counted(client, workload)
     target = Target(
-        base_url=client.base_url or f"http://{client.host}:{client.port}",
+        base_url=server_url(
+            client.base_url or f"http://{client.host}:{client.port}", "--base-url"
+        ),
         endpoint=endpoints[client.backend],
         model=client.model,
         api_key=client.api_key,

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from pw.cli.address import server_url
 from pw.cli.command import print_json
 from pw.cli.options import Common
 from pw.config import format_bytes
@@ -82,7 +83,7 @@ def top(
     from rich.live import Live
 
     headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
-    view = View(url.rstrip("/"))
+    view = View(server_url(url))
     with httpx.Client(base_url=view.url, headers=headers, timeout=_TIMEOUT_SECONDS) as client:
         view.look(client)
         if not view.status:
