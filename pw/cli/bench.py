@@ -114,9 +114,7 @@ def serve(client: Client, dataset: Dataset, result: Result, common: Common) -> N
     workload = dataset.workload(client.seed)
     requests = workload.requests() if client.tokenizer is None else _counted(client, workload)
     target = Target(
-        base_url=server_url(
-            client.base_url or f"http://{client.host}:{client.port}", "--base-url"
-        ),
+        base_url=server_url(client.base_url or f"http://{client.host}:{client.port}", "--base-url"),
         endpoint=endpoints[client.backend],
         model=client.model,
         api_key=client.api_key,
