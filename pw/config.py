@@ -217,7 +217,7 @@ class EngineConfig:
     max_num_batched_tokens: int = 512  # tokens in one step
     max_num_queued_reqs: int = 256
     enforce_eager: bool = False  # no CUDA graphs: slower, for debugging
-    async_scheduling: bool = False  # decode steps in graphs are launched before the last is read
+    async_scheduling: bool = True  # decode steps in graphs are launched before the last is read
     min_bits: int | None = None  # None: the artifact's
     max_bits: int | None = None
     load_format: str = "auto"  # "auto" | "dummy": random weights in the shape of a config

@@ -15,8 +15,8 @@ from pw.cli.address import server_url
 from pw.cli.bench_options import Client, Dataset, Result
 from pw.cli.command import add_command, print_json
 from pw.cli.locate import TINY, artifact_path, model_folder
-from pw.cli.offline import build, fit, progress_of
 from pw.cli.options import Calibration, Common, Planner, Runtime, Widths
+from pw.cli.stages import build, fit, progress_of
 from pw.config import PlannerConfig
 from pw.errors import ConfigError
 

@@ -16,9 +16,9 @@ import typer
 from pw.cli.command import print_json
 from pw.cli.eval_options import ComparisonOptions, ReportOptions, TaskOptions, TextOptions
 from pw.cli.locate import artifact_path
-from pw.cli.offline import progress_of
 from pw.cli.options import Common, Planner, Runtime
 from pw.cli.precheck import check_context, check_settings
+from pw.cli.stages import progress_of
 from pw.config import EngineConfig, PrecisionPolicy, format_bytes, parse_memory
 from pw.errors import ConfigError
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from pw import __version__
 from pw.cli.options import Calibration, Common, Runtime, Widths
+from pw.cli.stages import build, fit
 from pw.errors import ConfigError, StoreError
 
 TINY = "tiny"
@@ -131,8 +132,6 @@ def _tiny_artifact(quiet: bool) -> Path:
             f"calibrating the bundled model once, half a minute on two idle cores, into {path}",
             file=sys.stderr,
         )
-    from pw.cli.offline import build, fit  # offline commands locate artifacts too
-
     path.parent.mkdir(parents=True, exist_ok=True)
     common = Common(quiet=quiet)
     build(TINY, path, Widths(), Calibration(), common)

@@ -12,8 +12,9 @@ import typer
 from pw.cli.command import print_json
 from pw.cli.eval_options import ComparisonOptions, TextOptions
 from pw.cli.evaluation import compare, print_report, run_evaluation
-from pw.cli.offline import Download, DryRun, Overwrite, fetch, plan, progress_of
+from pw.cli.offline import Download, DryRun, Overwrite, plan
 from pw.cli.options import Common
+from pw.cli.stages import fetch, progress_of
 from pw.config import EngineConfig, parse_bytes
 from pw.errors import ModelError
 

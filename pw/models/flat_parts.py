@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import torch
@@ -19,8 +18,6 @@ from pw.models.fusion import concatenate
 from pw.models.routers import Route, fused_route
 from pw_kernels import products, step
 from pw_kernels.products import Gated, Norm
-
-BESIDE_TOKENS = 0  # up to here a shared expert runs beside the routed ones, on a GPU
 
 
 class FlatNorm:
@@ -94,24 +91,6 @@ class GatedMlp:
         gate, up, rest = torch.split(linear(y, weight, bias), self._sizes, -1)
         return Gated(self._function(gate) * up, rest, y)
 
-    @property
-    def alone(self) -> bool:
-        """Whether what is gated and what is not may be computed apart."""
-        return self._kernel is not None and self._in[1] is None
-
-    def activated(self, x: Tensor) -> Tensor:
-        """What is gated alone, as the first launch of a stream."""
-        assert self._kernel is not None
-        weight = self._in[0][: 2 * self._inner]
-        return products.gated_product(
-            x, weight, self._inner, self._kernel, norm=self._norm.joined, overlap=False
-        ).out
-
-    def others(self, x: Tensor) -> Gated:
-        """What is not gated alone."""
-        weight = self._in[0][2 * self._inner :]
-        return products.gated_product(x, weight, 0, "silu", norm=self._norm.joined)
-
 
 class Mlp:
     """Gated MLP with its residual."""
@@ -136,14 +115,10 @@ class Moe:
         route = fused_route(block.gate, block.experts.gate_up_proj.dtype) if kernels else None
         self._joined = route is not None and route.joins  # the router's product is part of another
         self._gated: GatedMlp | None = None
-        self._beside: torch.cuda.Stream | None = None
         if hasattr(block, "shared_expert"):
             others = [block.shared_expert_gate, *([block.gate] if self._joined else [])]
             self._gated = GatedMlp(block.shared_expert, norm, kernels, *others)
             self._down: Tensor = block.shared_expert.down_proj.weight
-            apart = self._joined and self._gated.alone and self._reduce is None
-            if apart and self._down.device.type == "cuda":
-                self._beside = _stream(self._down.device)
         if route is not None:  # the weight may be a view by now; experts want fp32
             routing = replace(route.routing, weight=block.gate.weight, widened=True)
             route = replace(route, routing=routing)
@@ -155,8 +130,6 @@ class Moe:
             normed, ids, weights = self._choose(x)
             routed = self._routed(normed, ids, weights)
             return x + (routed if self._reduce is None else self._reduce(routed))
-        if self._beside is not None and len(x) <= BESIDE_TOKENS:
-            return self._both(x, self._gated, self._beside)
         shared = self._gated(x)
         share = shared.rest[:, :1]
         if self._route is not None and self._joined:
@@ -170,19 +143,6 @@ class Moe:
         if self._kernels:
             return products.product(shared.out, self._down, add=(x, routed), share=share)
         return torch.addcmul(x + routed, share.sigmoid(), linear(shared.out, self._down))
-
-    def _both(self, x: Tensor, gated: GatedMlp, beside: torch.cuda.Stream) -> Tensor:
-        """The shared expert on a stream of its own: the routed ones leave much of memory idle."""
-        assert self._route is not None
-        main = torch.cuda.current_stream(x.device)
-        beside.wait_stream(main)
-        with torch.cuda.stream(beside):
-            shared = products.product(gated.activated(x), self._down)
-        _, rest, normed = gated.others(x)
-        logits = rest[:, 1 : 1 + len(self._route.routing.weight)]
-        routed = self._routed(normed, *self._route.choose(logits))
-        main.wait_stream(beside)
-        return step.join(x, routed, shared, rest[:, :1])
 
     def _choose(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The norm of x, and experts and weights of its tokens."""
@@ -204,12 +164,6 @@ class Moe:
         experts = self._experts
         result: Tensor = experts.pw_experts(experts.pw_slot, experts, normed, ids, weights)
         return result
-
-
-@cache
-def _stream(device: torch.device) -> torch.cuda.Stream:
-    """One for all layers, as libraries keep a workspace for each stream."""
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 def _reduction(module: nn.Module) -> Callable[[Tensor], Tensor] | None:

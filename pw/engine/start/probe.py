@@ -6,20 +6,35 @@ float16 ends at 65,504. Models trained in bfloat16 may exceed it, and then serve
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 
+from pw.engine.completion import Completion
 from pw.engine.request import SamplingParams
 from pw.errors import ConfigError
-
-if TYPE_CHECKING:
-    from pw.engine.engine import Engine
+from pw.models.tokenizer import Tokenizer
 
 _TOKENS = 64  # of the probe; the first token of a text has the largest activations in many models
 
 
-def refuse_overflow(engine: Engine, dtype: torch.dtype) -> None:
+class Generates(Protocol):
+    """What is asked of an engine here."""
+
+    tokenizer: Tokenizer
+
+    @property
+    def max_model_len(self) -> int:
+        """Of a request, in tokens."""
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams
+    ) -> list[Completion]:
+        """Completions in the order of the prompts."""
+
+
+def refuse_overflow(engine: Generates, dtype: torch.dtype) -> None:
     """Run a prompt through a new engine whose activations are `dtype`.
 
     Raises:
