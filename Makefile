@@ -104,7 +104,7 @@ PROSE    ?= --nsamples 96 --seqlen 512
 WINDOWS  ?= 32
 OTHER_WINDOWS ?= 12
 TEXT      = --dataset $(DATA)/calibration.jsonl $(SAMPLES)
-STUDIES  ?= codebooks equal-bytes bf16-equal pages transitions shift memory ablation
+STUDIES  ?= codebooks equal-bytes bf16-equal pages transitions shift memory ablation one-bit held-tables
 quality: $(STAMP)  ## Tables of docs/quality.md: make quality MODEL=folder DATA=folder
 	@test -n "$(MODEL)" -a -n "$(DATA)" || { echo "usage: make quality MODEL=... DATA=..." >&2; exit 2; }
 	mkdir -p $(Q)
@@ -119,6 +119,10 @@ quality: $(STAMP)  ## Tables of docs/quality.md: make quality MODEL=folder DATA=
 		--heldout $(DATA)/heldout.jsonl --without 0 --other $(DATA)/lm/wikitext2_raw_test.txt \
 		--tasks $(DATA)/skills --windows $(WINDOWS) --other-windows $(OTHER_WINDOWS) \
 		--memory $(Q)/memory --out $(Q)/results
+	$(BIN)/pw tune $(Q)/own.pw -o $(Q)/tuned.pw --bits 3.6
+	$(BIN)/python -m pw.evaluation.lab run bf16-equal --artifact $(Q)/tuned.pw --checkpoint $(MODEL) \
+		--calibration $(DATA)/calibration.jsonl --heldout $(DATA)/heldout.jsonl --windows $(WINDOWS) \
+		--out $(Q)/results-tuned
 
 sizes: $(STAMP)  ## Lines per file, largest first, with the median
 	@git ls-files '*.py' | xargs wc -l | grep -v ' total$$' | sort -rn | awk \

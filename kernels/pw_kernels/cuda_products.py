@@ -25,7 +25,7 @@ from pw_kernels.product_plans import (
     choose_plan,
     constants_of,
 )
-from pw_kernels.products import Norm
+from pw_kernels.step import Norm
 
 FEW_TOKENS = 8  # at most
 WIDE_ROWS = 1 << 16  # weights with so many are faster through torch from two tokens on

@@ -11,7 +11,6 @@ Axes: T tokens, K columns of the weight, N rows of it, I inner.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from types import ModuleType
@@ -22,21 +21,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from pw_kernels import step
+from pw_kernels.step import Norm
 
 BACKENDS = ("auto", "torch", "cuda")
-
-
-@dataclass(frozen=True, eq=False)
-class Norm:
-    """An RMS norm: see `step.rms_norm`.
-
-    Attributes:
-        weight: [K].
-        epsilon: Added to the mean square.
-    """
-
-    weight: Tensor
-    epsilon: float
 
 
 class Gated(NamedTuple):

@@ -27,6 +27,19 @@ ROUTED_TOKENS = (
 
 
 @dataclass(frozen=True, eq=False)
+class Norm:
+    """An RMS norm: see `rms_norm`.
+
+    Attributes:
+        weight: [K].
+        epsilon: Added to the mean square.
+    """
+
+    weight: Tensor
+    epsilon: float
+
+
+@dataclass(frozen=True, eq=False)
 class Routing:
     """How a router gets from hidden states to experts.
 

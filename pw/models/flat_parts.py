@@ -17,7 +17,8 @@ from pw.models.experts import activation_name
 from pw.models.fusion import concatenate
 from pw.models.routers import Route, fused_route
 from pw_kernels import products, step
-from pw_kernels.products import Gated, Norm
+from pw_kernels.products import Gated
+from pw_kernels.step import Norm
 
 
 class FlatNorm:

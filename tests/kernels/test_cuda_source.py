@@ -5,69 +5,27 @@ what a kernel computes, not what it races with: for that there is compute-saniti
 """
 
 import ctypes
-import re
 import shutil
-import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch.nn.functional import silu
 
-import pw_kernels
 from pw_kernels import reference, testing
 from pw_kernels.bitplane import TILE_BYTES
 from pw_kernels.pages import WeightPages
+from support.cuda_source import CudaSource
 
-SUPPORT = Path(__file__).parents[1] / "support"
 PAGE_BYTES = 4096
 WIDTHS = [2, 3, 4, 5, 6, 7, 8]
 SLOTS = 8  # of a group
-INSTRUCTIONS = [  # defined by cuda_on_cpu.h
+SOURCE = CudaSource("moe.cu", "cuda_on_cpu.h", [  # defined by cuda_on_cpu.h
     "prmt", "lop3", "mad", "mad_wide", "load_stream", "load_written", "multiply", "to_half",
     "wait_for_earlier", "let_next_begin", "copy_async", "copy_async8", "commit", "wait", "entry",
-]  # fmt: skip
+])  # fmt: skip
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
-
-
-def as_cpp(call: str) -> str:
-    """moe.cu without single instructions and types, and with an entry that makes `call`."""
-    source = Path(pw_kernels.__file__).with_name("moe.cu").read_text()
-    source = re.sub(r"typedef unsigned .*;\n", "", source)
-    for name in INSTRUCTIONS:
-        source = without(name, source)
-    source = source.replace("extern __shared__ __align__(128)", 'extern "C"')
-    entry = f'extern "C" void kernel(const void* all) {{ {call} }}'
-    return f'#include "cuda_on_cpu.h"\n{source}\n{entry}\n'
-
-
-def without(name: str, source: str) -> str:
-    """The source without definitions of a function, which end in their line or at the margin."""
-    kept, inside, found = [], False, False
-    for line in source.split("\n"):
-        if re.match(rf"(template <[^>]*> )?DI \w+ {name}\(", line):
-            found, inside = True, line.count("{") > line.count("}")
-        elif inside:
-            inside = line != "}"
-        else:
-            kept.append(line)
-    assert found, name
-    return "\n".join(kept)
-
-
-def compile_kernel(folder: Path, call: str, defines: dict[str, int]) -> Any:
-    """A library with `run(arguments, columns, rows, threads)`, a grid [columns, rows]."""
-    (folder / "kernel.cpp").write_text(as_cpp(call))
-    library = folder / "kernel.so"
-    files = [folder / "kernel.cpp", SUPPORT / "cuda_on_cpu.cpp"]
-    options = ["-O1", "-w", "-std=c++17", "-fPIC", "-shared", "-fno-strict-aliasing"]
-    macros = [f"-D{key}={value}" for key, value in defines.items()]
-    command = ["g++", *options, *macros, f"-I{SUPPORT}", *files, "-o", library]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[:4000]
-    return ctypes.CDLL(str(library))
 
 
 class Arguments(ctypes.Structure):
@@ -166,7 +124,7 @@ def test_every_width_of_the_decode_kernel(
             groups.append(places)
     work.append([0, -1, 0, 0])  # a group that is not needed
     slots, listed = torch.stack([*groups, groups[0]]), torch.tensor(work, dtype=torch.int32)
-    library = compile_kernel(tmp_path, "experts(*(const Arguments*)all);", defines)
+    library = SOURCE.compile(tmp_path, "experts(*(const Arguments*)all);", defines)
     columns = -(-defines["ROW_TILES"] // (2 * defines["ITEMS"]))
     arguments = case.arguments(listed, slots)
     library.run(ctypes.byref(arguments), columns, len(slots), 64 * defines["WK"])
@@ -181,7 +139,7 @@ def test_one_token_needs_no_list(tmp_path: Path, gated: bool, halved: int) -> No
     live, counted = torch.ones(1, dtype=torch.int32), torch.ones(2, experts)
     call = case.without_lists(live, counted)
     defines = case.constants | {"DIRECT": 1, "HALVED": halved}
-    library = compile_kernel(tmp_path, call, defines)
+    library = SOURCE.compile(tmp_path, call, defines)
     grid = ((defines["ROW_TILES"] + 1) // 2 << halved, experts)
     arguments = case.arguments(torch.empty(0), torch.empty(experts))
     library.run(ctypes.byref(arguments), *grid, 64 * defines["WK"])
@@ -203,7 +161,7 @@ def test_expanded_blocks_are_the_reference_s_to_the_bit(tmp_path: Path) -> None:
     arguments = Arguments(*where, 0, 0, 0, 0, out.data_ptr(), 0, 0, TILE_BYTES)
     constants |= {"TOP_K": 1, "GATED": 0, "EXPAND": 1, "FIRST": 0, "RESIDENT": 0, "TABLE_BITS": 3}
     lists = ", ".join(f"(const int*){tensor.data_ptr()}ull" for tensor in tables)
-    library = compile_kernel(tmp_path, f"expand(*(const Arguments*)all, {lists}, 0);", constants)
+    library = SOURCE.compile(tmp_path, f"expand(*(const Arguments*)all, {lists}, 0);", constants)
     library.run(ctypes.byref(arguments), constants["ROW_TILES"], len(WIDTHS), 256)
     for expert in range(len(WIDTHS)):
         want = reference.decode_block(arena, placed, expert, torch.bfloat16)

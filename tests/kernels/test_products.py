@@ -12,7 +12,7 @@ from torch.nn.functional import linear, silu
 
 from pw_kernels import products
 from pw_kernels.product_plans import NORM_STEPS, STEP, WARPS, choose_plan, constants_of
-from pw_kernels.products import Norm
+from pw_kernels.step import Norm
 
 INTERPRETED = os.environ["TRITON_INTERPRET"] == "1"
 ROOM = 227 << 10  # bytes of shared memory that a block may have at most

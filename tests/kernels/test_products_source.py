@@ -1,52 +1,25 @@
 """The source of the few-row products, run on a CPU as `test_cuda_source.py` does for the MoE."""
 
 import ctypes
-import re
 import shutil
-import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-import pw_kernels
 from pw_kernels import products
 from pw_kernels.product_plans import ROWS, Arguments, Plan, choose_plan, constants_of
-from pw_kernels.products import Norm
+from pw_kernels.step import Norm
+from support.cuda_source import CudaSource
 
-SUPPORT = Path(__file__).parents[1] / "support"
-INSTRUCTIONS = [  # defined by the headers
+SOURCE = CudaSource("products.cu", "products_on_cpu.h", [  # defined by the headers
     "multiply", "to_half", "load_written", "load_number", "copy_async", "commit",
     "wait", "wait_for_earlier", "let_next_begin",
-]  # fmt: skip
+])  # fmt: skip
 DTYPE = torch.bfloat16
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
-
-
-def as_cpp() -> str:
-    """products.cu without types and single instructions."""
-    source = Path(pw_kernels.__file__).with_name("products.cu").read_text()
-    source = re.sub(r"typedef unsigned .*;\n", "", source)
-    for name in INSTRUCTIONS:
-        source = without(name, source)
-    source = source.replace("extern __shared__ __align__(128)", 'extern "C"')
-    entry = 'extern "C" void kernel(const void* all) { product(*(const Arguments*)all); }'
-    return f'#include "products_on_cpu.h"\n{source}\n{entry}\n'
-
-
-def library(folder: Path, defines: dict[str, int]) -> Any:
-    """With `run(arguments, columns, rows, threads)`."""
-    (folder / "kernel.cpp").write_text(as_cpp())
-    files = [folder / "kernel.cpp", SUPPORT / "cuda_on_cpu.cpp"]
-    options = ["-O1", "-w", "-std=c++17", "-fPIC", "-shared", "-fno-strict-aliasing"]
-    macros = [f"-D{key}={value}" for key, value in defines.items()]
-    command = ["g++", *options, *macros, f"-I{SUPPORT}", *files, "-o", folder / "kernel.so"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[:4000]
-    return ctypes.CDLL(str(folder / "kernel.so"))
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:
@@ -86,22 +59,8 @@ class Case:
         )  # fmt: skip
         defines = constants_of(plan, (rows, cols), DTYPE, self.bias is not None, norm)
         defines |= {"GATED": int(self.inner > 0), "INNER": self.inner, "KIND": kind, "ADD": add}
-        kernel = library(folder, defines)
+        kernel = SOURCE.compile(folder, "product(*(const Arguments*)all);", defines)
         kernel.run(ctypes.byref(arguments), blocks, 1, 32 * plan.warps)
-
-
-def without(name: str, source: str) -> str:
-    """The source without definitions of a function, which end in their line or at the margin."""
-    kept, inside, found = [], False, False
-    for line in source.split("\n"):
-        if re.match(rf"(template <[^>]*> )?DI \w+ {name}\(", line):
-            found, inside = True, line.count("{") > line.count("}")
-        elif inside:
-            inside = line != "}"
-        else:
-            kept.append(line)
-    assert found, name
-    return "\n".join(kept)
 
 
 def near(found: Tensor, expected: Tensor) -> None:

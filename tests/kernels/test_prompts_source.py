@@ -4,70 +4,28 @@ As `test_cuda_source.py`, with `support/prompts_on_cpu.h` in place of the warpgr
 """
 
 import ctypes
-import re
 import shutil
-import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch.nn.functional import silu
 
-import pw_kernels
 from pw_kernels import reference, testing
 from pw_kernels.pages import WeightPages
+from support.cuda_source import CudaSource
 
-SUPPORT = Path(__file__).parents[1] / "support"
 PAGE_BYTES = 4096
 WIDTHS = [2, 3, 4, 5, 6, 7, 8]
 TOKENS, TOP_K = 30, 3
-INSTRUCTIONS = [  # defined by the headers of support
+SOURCE = CudaSource("prompts.cu", "prompts_on_cpu.h", [  # defined by the headers of support
     "prmt", "lop3", "mad", "to_half", "barrier_init", "barriers_ready", "barrier_expect",
     "barrier_arrive", "barrier_wait", "copy_bulk", "copy_words", "words_commit", "words_wait",
     "warpgroup_meet", "unit_fence", "unit_commit", "unit_wait", "unit_multiply", "entry",
     "wait_for_earlier", "let_next_begin",
-]  # fmt: skip
+], "prompts_on_cpu.cpp")  # fmt: skip
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
-
-
-def as_cpp(call: str) -> str:
-    """prompts.cu without single instructions and types, and with an entry that makes `call`."""
-    source = Path(pw_kernels.__file__).with_name("prompts.cu").read_text()
-    source = re.sub(r"typedef unsigned .*;\n", "", source)
-    for name in INSTRUCTIONS:
-        source = without(name, source)
-    source = source.replace("extern __shared__ __align__(1024)", 'extern "C"')
-    entry = f'extern "C" void kernel(const void* all) {{ {call} }}'
-    return f'#include "prompts_on_cpu.h"\n{source}\n{entry}\n'
-
-
-def without(name: str, source: str) -> str:
-    """The source without definitions of a function, which end in their line or at the margin."""
-    kept, inside, found = [], False, False
-    for line in source.split("\n"):
-        if re.match(rf"(template <[^>]*> )?DI \w+ {name}\(", line):
-            found, inside = True, line.count("{") > line.count("}")
-        elif inside:
-            inside = line != "}"
-        else:
-            kept.append(line)
-    assert found, name
-    return "\n".join(kept)
-
-
-def compile_kernel(folder: Path, call: str, defines: dict[str, int]) -> Any:
-    """A library with `run(arguments, columns, rows, threads)`."""
-    (folder / "kernel.cpp").write_text(as_cpp(call))
-    library = folder / "kernel.so"
-    files = [folder / "kernel.cpp", SUPPORT / "prompts_on_cpu.cpp"]
-    options = ["-O1", "-w", "-std=c++17", "-fPIC", "-shared", "-fno-strict-aliasing"]
-    macros = [f"-D{key}={value}" for key, value in defines.items()]
-    command = ["g++", *options, *macros, f"-I{SUPPORT}", *files, "-o", library]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[:4000]
-    return ctypes.CDLL(str(library))
 
 
 class Arguments(ctypes.Structure):
@@ -151,7 +109,7 @@ def test_every_width(
     constants |= {"GATED": int(gated), "GROUPS_OF_WARPS": warpgroups}
     if warpgroups == 3:
         constants["HIGH"] = 6  # wider blocks are another launch's: their tables do not fit
-    library = compile_kernel(tmp_path, "experts(*(const Arguments*)all);", constants)
+    library = SOURCE.compile(tmp_path, "experts(*(const Arguments*)all);", constants)
     row_blocks = -(-(2 * chunks if gated else -(-rows // 64)) // warpgroups)
     library.run(ctypes.byref(arguments), row_blocks, len(slots), 128 * warpgroups)
     run = torch.tensor([width <= constants["HIGH"] for width in WIDTHS])
@@ -186,7 +144,7 @@ def test_images_of_the_inputs(tmp_path: Path) -> None:
     )
     constants |= {"GATED": 1, "LOW": 1, "HIGH": 0, "GROUPS_OF_WARPS": 2}
     call = f"arrange({where}, {len(ids)}, {len(slots)});"
-    library = compile_kernel(tmp_path, call, constants)
+    library = SOURCE.compile(tmp_path, call, constants)
     library.run(None, -(-len(slots) * slots_of_group * 8 * chunks // 256), 1, 256)
     for number, group in enumerate(slots):
         used = group[group < len(ids)].long()

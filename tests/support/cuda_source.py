@@ -1,0 +1,71 @@
+"""CUDA sources of `pw_kernels` compiled as C++, with headers of this folder in place of a GPU.
+
+It shows what a kernel computes, not what it races with: for that there is compute-sanitizer.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pw_kernels
+
+SUPPORT = Path(__file__).parent
+
+
+@dataclass(frozen=True)
+class CudaSource:
+    """A .cu file, and what takes the place of its single instructions.
+
+    Attributes:
+        name: Of the file in pw_kernels.
+        header: Of this folder.
+        instructions: Functions of the source that the header defines.
+        runtime: The file of this folder that runs blocks.
+    """
+
+    name: str
+    header: str
+    instructions: Sequence[str]
+    runtime: str = "cuda_on_cpu.cpp"
+
+    def compile(self, folder: Path, call: str, defines: Mapping[str, int]) -> Any:
+        """A library with `run(arguments, columns, rows, threads)`: a grid whose blocks `call`."""
+        (folder / "kernel.cpp").write_text(self._as_cpp(call))
+        library = folder / "kernel.so"
+        files = [folder / "kernel.cpp", SUPPORT / self.runtime]
+        options = ["-O1", "-w", "-std=c++17", "-fPIC", "-shared", "-fno-strict-aliasing"]
+        macros = [f"-D{key}={value}" for key, value in defines.items()]
+        command = ["g++", *options, *macros, f"-I{SUPPORT}", *files, "-o", library]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr[:4000]
+        return ctypes.CDLL(str(library))
+
+    def _as_cpp(self, call: str) -> str:
+        """The source without single instructions and types, and with an entry that makes `call`."""
+        source = Path(pw_kernels.__file__).with_name(self.name).read_text()
+        source = re.sub(r"typedef unsigned .*;\n", "", source)
+        for name in self.instructions:
+            source = _without(name, source)
+        source = re.sub(r"extern __shared__ __align__\(\d+\)", 'extern "C"', source)
+        entry = f'extern "C" void kernel(const void* all) {{ {call} }}'
+        return f'#include "{self.header}"\n{source}\n{entry}\n'
+
+
+def _without(name: str, source: str) -> str:
+    """The source without definitions of a function, which end in their line or at the margin."""
+    kept, inside, found = [], False, False
+    for line in source.split("\n"):
+        if re.match(rf"(template <[^>]*> )?DI \w+ {name}\(", line):
+            found, inside = True, line.count("{") > line.count("}")
+        elif inside:
+            inside = line != "}"
+        else:
+            kept.append(line)
+    assert found, name
+    return "\n".join(kept)
