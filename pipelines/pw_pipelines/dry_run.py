@@ -258,7 +258,10 @@ def _check_output(
     """Refuse an output folder that `quantize` would refuse (digests of the model not compared)."""
     if not (out / MANIFEST).exists():
         if out.exists():
-            raise StoreError(f"output exists and is not an artifact: `{out}`", "remove it first")
+            raise StoreError(
+                f"output exists and is not an artifact: `{out}`",
+                "remove it first, or name another folder",
+            )
         return
     if overwrite:
         return

@@ -21,6 +21,7 @@ from pw.errors import ModelError, RequestError
 
 _TEMPLATE_HINT = "see chat_template.jinja or tokenizer_config.json of the model"
 TEMPLATE_SECONDS = 5.0  # for one conversation; an honest template needs milliseconds
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
 _INFO_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
@@ -189,8 +190,14 @@ def load_tokenizer(path: Path) -> Tokenizer:
     try:
         inner = AutoTokenizer.from_pretrained(path, trust_remote_code=False, local_files_only=True)
     except Exception as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ModelError(f"no readable tokenizer in `{path}`: {reason}") from error
+        if not any((path / name).is_file() for name in _TOKENIZER_FILES):
+            reason = f"it has none of {', '.join(_TOKENIZER_FILES)}"
+        else:
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ModelError(
+            f"no readable tokenizer in `{path}`: {reason}",
+            "copy the tokenizer's files of the original checkpoint beside its config.json",
+        ) from error
     return Tokenizer(inner, tuple(sorted(_eos_ids(path, inner))))
 
 

@@ -165,7 +165,10 @@ class ArtifactWriter:
             refuse_other(path, finished, wanted)
             return cls(path, path, finished, lock)
         if path.exists() and not (path / MANIFEST).exists():
-            raise StoreError(f"output exists and is not an artifact: `{path}`", "remove it first")
+            raise StoreError(
+                f"output exists and is not an artifact: `{path}`",
+                "remove it first, or name another folder",
+            )
         found = resumable(partial, wanted, overwrite)
         writer = cls(path, partial, found or wanted, lock)
         writer._prepare(fresh=found is None)

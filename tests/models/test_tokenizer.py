@@ -73,5 +73,8 @@ def test_a_model_without_template_refuses_chat(folder: Path) -> None:
 
 
 def test_a_folder_without_tokenizer_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="no readable tokenizer"):
+    with pytest.raises(ModelError, match="no readable tokenizer") as caught:
         load_tokenizer(tmp_path)
+    assert "it has none of tokenizer.json" in caught.value.message
+    assert "\n" not in caught.value.message
+    assert "beside its config.json" in caught.value.hint
