@@ -91,9 +91,9 @@ report: $(STAMP)  ## Quality of the bundled model at equal bytes: artifacts/repo
 		--tasks tracking,sequence,comparison --limit 50 \
 		--output artifacts/report $(if $(strip $(TRACE)),--trace $(TRACE))
 
-RECIPE ?= pipelines/recipes/tiny.toml
-run: $(STAMP)  ## Make and score an artifact: make run RECIPE=... [MODEL=folder] [DOWNLOAD=1]
-	$(BIN)/pw run $(RECIPE) $(if $(MODEL),--model $(MODEL)) $(if $(DOWNLOAD),--download)
+RECIPE ?= tiny
+run: $(STAMP)  ## Make and score an artifact: make run RECIPE=mixtral-8x7b [MODEL=folder] [DOWNLOAD=1]; or a file
+	$(BIN)/pw run $(or $(wildcard $(RECIPE)),pipelines/recipes/$(RECIPE).toml) $(if $(MODEL),--model $(MODEL)) $(if $(DOWNLOAD),--download)
 
 # Q: where the artifacts of `quality` and its scores are kept; DATA: a folder with calibration.jsonl
 # and heldout.jsonl (lines with `source` and `text`), lm/ and skills/.
