@@ -22,8 +22,8 @@ from pw_kernels import cuda_prefill, cuda_prompts, nvrtc
 from pw_kernels.bitplane import MAX_BITS, TILE_BYTES, TILE_ROWS
 from pw_kernels.cuda_routing import (
     KINDS,
-    Arguments,
     Routed,
+    TiledArguments,
     combine,
     kernel,
     route,
@@ -179,7 +179,7 @@ def fused_moe(
         (1, down, hidden, results, down_bias),
     ):
         bias = None if bias is None else bias.float().contiguous()
-        arguments = Arguments(
+        arguments = TiledArguments(
             source.data_ptr(), arena.data_ptr(), pages.plane_pages.data_ptr(),
             pages.lut_pages.data_ptr(), 0 if bias is None else bias.data_ptr(),
             routed.weights.data_ptr(), routed.work[module].data_ptr(), routed.slots.data_ptr(),

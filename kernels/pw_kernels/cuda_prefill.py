@@ -19,8 +19,8 @@ from pw_kernels import nvrtc
 from pw_kernels.bitplane import MAX_BITS, TILE_BYTES, TILE_ROWS
 from pw_kernels.cuda_routing import (
     KINDS,
-    Arguments,
     Routed,
+    TiledArguments,
     combine,
     kernel,
     route,
@@ -93,7 +93,7 @@ def _expand(
         "TABLE_BITS": _REGISTER_BITS + 1, "EXPAND": 1,
         "SHARED_BASE": nvrtc.reserved_shared_bytes(device.index or 0),
     }  # fmt: skip
-    arguments = Arguments(
+    arguments = TiledArguments(
         0, arena.data_ptr(), pages.plane_pages.data_ptr(), pages.lut_pages.data_ptr(), 0, 0, 0, 0,
         scratch.data_ptr(), 0, 0, TILE_BYTES,
     )  # fmt: skip

@@ -19,7 +19,15 @@ import torch
 from torch import Tensor
 
 from pw_kernels import nvrtc
-from pw_kernels.cuda_routing import KINDS, Routed, combine, kernel, route, shape_constants
+from pw_kernels.cuda_routing import (
+    KINDS,
+    Arguments,
+    Routed,
+    combine,
+    kernel,
+    route,
+    shape_constants,
+)
 from pw_kernels.pages import WeightPages
 
 LEAST_SLOTS = 16  # of each expert, on average, from which on this form is the fastest
@@ -29,18 +37,6 @@ _THREADS = 128  # of a warpgroup
 _RESERVED = 1024  # bytes of shared memory that each block takes beside its own
 _SIZES = (32, 48, 96, 160)  # of groups
 _CHUNK = 64  # columns of the image that lie together
-
-
-class Arguments(ctypes.Structure):
-    """`Arguments` of prompts.cu."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in (
-            "x", "arena", "plane_pages", "lut_pages", "bias", "weights", "work", "slots", "out"
-        )),
-        ("slot_count", ctypes.c_int),
-        ("groups", ctypes.c_int),
-    )  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -44,9 +45,9 @@ class _Routing(ctypes.Structure):
 
 
 class Arguments(ctypes.Structure):
-    """`Arguments` of moe.cu."""
+    """`Arguments` of prompts.cu, with which those of moe.cu begin."""
 
-    _fields_ = (
+    _fields_: ClassVar[tuple[tuple[str, Any], ...]] = (
         ("x", ctypes.c_void_p),
         ("arena", ctypes.c_void_p),
         ("plane_pages", ctypes.c_void_p),
@@ -58,8 +59,13 @@ class Arguments(ctypes.Structure):
         ("out", ctypes.c_void_p),
         ("slot_count", ctypes.c_int),
         ("groups", ctypes.c_int),
-        ("tile_bytes", ctypes.c_uint),
     )
+
+
+class TiledArguments(Arguments):
+    """`Arguments` of moe.cu."""
+
+    _fields_ = (("tile_bytes", ctypes.c_uint),)
 
 
 @dataclass(frozen=True)

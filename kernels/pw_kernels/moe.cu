@@ -1,5 +1,5 @@
 // Routed experts of one layer from bit-planes and tables in arena pages. Compiled at run time by NVRTC
-// (cuda_moe.py), which defines the constants named below; it includes no header, so it needs no toolkit.
+// (cuda_moe.py), which defines the constants named below; it includes nothing of a toolkit.
 //
 //   FLOAT16       1: x, tables and hidden are fp16; 0: bf16
 //   ROWS, COLS    N and K of the module's blocks;  ROW_TILES, COL_TILES: in tiles of 32 x 128
@@ -25,25 +25,10 @@
 #define HALVED 0
 #endif
 
-typedef unsigned int u32;
-typedef unsigned long long u64;
-typedef unsigned short u16;
-#define DI __device__ __forceinline__
-#define UNROLL _Pragma("unroll")
-#define ROLLED _Pragma("unroll 1")
+#include "common.cuh"
 
 // ---- arithmetic ---------------------------------------------------------------------------------------------
 
-DI u32 prmt(u32 a, u32 b, u32 s) { u32 d; asm("prmt.b32 %0,%1,%2,%3;" : "=r"(d) : "r"(a), "r"(b), "r"(s)); return d; }
-template <int TABLE> DI u32 lop3(u32 a, u32 b, u32 c) {
-  u32 d; asm("lop3.b32 %0,%1,%2,%3,%4;" : "=r"(d) : "r"(a), "r"(b), "r"(c), "n"(TABLE)); return d;
-}
-DI u32 choose(u32 a, u32 b, u32 mask) { return lop3<0xE2>(a, mask, b); }     // (a & mask) | (b & ~mask)
-DI u32 and_or(u32 a, u32 mask, u32 b) { return lop3<0xEA>(a, mask, b); }     // (a & mask) | b
-DI u32 mad(u32 a, u32 b, u32 c) { u32 d; asm("mad.lo.u32 %0,%1,%2,%3;" : "=r"(d) : "r"(a), "r"(b), "r"(c)); return d; }
-DI constexpr u32 rotl(u32 x, int n) { return (n & 31) ? (x << (n & 31)) | (x >> (32 - (n & 31))) : x; }
-template <int S> DI u32 rotl_by(u32 x) { if constexpr ((S & 31) == 0) return x; else return __funnelshift_l(x, x, S & 31); }
-template <int S> DI u32 rotr(u32 x) { if constexpr ((S & 31) == 0) return x; else return __funnelshift_r(x, x, S & 31); }
 
 DI u64 mad_wide(u32 a, u32 b, u64 c) { u64 d; asm("mad.wide.u32 %0,%1,%2,%3;" : "=l"(d) : "r"(a), "r"(b), "l"(c)); return d; }
 DI uint4 load_stream(const void* p) {
@@ -56,24 +41,6 @@ DI uint4 load_written(const uint4* p) {
   uint4 v;
   asm volatile("ld.global.v4.u32 {%0,%1,%2,%3},[%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
   return v;
-}
-DI void multiply(float* c, const u32* a, u32 b0, u32 b1) {
-#if FLOAT16
-#define MMA "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32"
-#else
-#define MMA "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"
-#endif
-  asm volatile(MMA " {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
-               : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-DI u16 to_half(float v) {
-  u16 h;
-#if FLOAT16
-  asm("cvt.rn.f16.f32 %0,%1;" : "=h"(h) : "f"(v));
-#else
-  asm("cvt.rn.bf16.f32 %0,%1;" : "=h"(h) : "f"(v));
-#endif
-  return h;
 }
 DI float activate(float gate, float up) {
 #if KIND == 1

@@ -13,12 +13,13 @@ import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cache
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import torch
 from cuda.bindings import driver, nvrtc  # type: ignore[import-not-found, import-untyped, unused-ignore]
+
+from pw_kernels.sources import cuda_text
 
 Define = int | str
 _DEFAULT_SHARED_BYTES = 48 * 1024  # more must be asked for
@@ -120,7 +121,7 @@ def shared_bytes(device: int) -> int:
 def machine_code(source: str, defines: Mapping[str, Define], capability: int) -> bytes:
     """As `compile_source`, from the user's cache where it was compiled before."""
     version = _check(nvrtc.nvrtcVersion())
-    what = (_text(source), sorted(defines.items()), capability, version)
+    what = (cuda_text(source), sorted(defines.items()), capability, version)
     name = hashlib.sha256(repr(what).encode()).hexdigest()
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     path = Path(home) / "pw_kernels" / f"{name}.cubin"
@@ -134,10 +135,6 @@ def machine_code(source: str, defines: Mapping[str, Define], capability: int) ->
         part.write_bytes(code)
         part.replace(path)
     return code
-
-
-def _text(source: str) -> bytes:
-    return files("pw_kernels").joinpath(source).read_bytes()
 
 
 def compile_source(source: str, defines: Mapping[str, Define], capability: int) -> bytes:
@@ -154,7 +151,9 @@ def compile_source(source: str, defines: Mapping[str, Define], capability: int) 
     Raises:
         ValueError: It does not compile; the message is the compiler's.
     """
-    program = _check(nvrtc.nvrtcCreateProgram(_text(source), source.encode(), 0, [], []))
+    program = _check(
+        nvrtc.nvrtcCreateProgram(cuda_text(source).encode(), source.encode(), 0, [], [])
+    )
     own = "a" if capability == 90 else ""  # with the instructions that later devices lack
     options = [f"--gpu-architecture=sm_{capability}{own}", "-std=c++17", "-default-device"]
     options += [f"-D{key}={value}" for key, value in defines.items()]

@@ -15,30 +15,8 @@
 // between lanes, and the copies of a warp need no barrier. Weights do not depend on launches before this one: they
 // are on their way before it waits for those.
 
-typedef unsigned int u32;
-typedef unsigned long long u64;
-typedef unsigned short u16;
-#define DI __device__ __forceinline__
-#define UNROLL _Pragma("unroll")
+#include "common.cuh"
 
-DI void multiply(float* c, const u32* a, u32 b0, u32 b1) {
-#if FLOAT16
-#define MMA "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32"
-#else
-#define MMA "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"
-#endif
-  asm volatile(MMA " {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
-               : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-DI u16 to_half(float v) {
-  u16 h;
-#if FLOAT16
-  asm("cvt.rn.f16.f32 %0,%1;" : "=h"(h) : "f"(v));
-#else
-  asm("cvt.rn.bf16.f32 %0,%1;" : "=h"(h) : "f"(v));
-#endif
-  return h;
-}
 DI float from_half(u16 h) {
 #if FLOAT16
   float v;

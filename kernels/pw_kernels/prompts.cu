@@ -1,6 +1,6 @@
 // Routed experts of one layer for prompts, on GPUs of compute capability 9.0: bit-planes and tables in arena pages,
 // multiplied by the warpgroup matrix unit. Compiled at run time by NVRTC (cuda_prompts.py), which defines the constants
-// named below; it includes no header, so it needs no toolkit.
+// named below; it includes nothing of a toolkit.
 //
 //   FLOAT16, ROWS, COLS, ROW_TILES, COL_TILES, PLANES, PP, LP, PAGE_SHIFT, GATED, KIND, BIAS, TOP_K, SHARED_BASE  as in moe.cu
 //   LOW, HIGH     widths that this launch takes, of those in the list CLASS that it walks (the second has two launches)
@@ -15,34 +15,10 @@
 // neighbouring weights meet their inputs, 16-byte units of a row of 128 bytes exchanged by the row's number (its 128-byte
 // swizzle).
 
-typedef unsigned int u32;
-typedef unsigned long long u64;
-typedef unsigned short u16;
-#define DI __device__ __forceinline__
-#define UNROLL _Pragma("unroll")
-#define ROLLED _Pragma("unroll 1")
+#include "common.cuh"
 
-// ---- arithmetic, as in moe.cu -----------------------------------------------------------------------------------
+// ---- arithmetic -----------------------------------------------------------------------------------
 
-DI u32 prmt(u32 a, u32 b, u32 s) { u32 d; asm("prmt.b32 %0,%1,%2,%3;" : "=r"(d) : "r"(a), "r"(b), "r"(s)); return d; }
-template <int TABLE> DI u32 lop3(u32 a, u32 b, u32 c) {
-  u32 d; asm("lop3.b32 %0,%1,%2,%3,%4;" : "=r"(d) : "r"(a), "r"(b), "r"(c), "n"(TABLE)); return d;
-}
-DI u32 choose(u32 a, u32 b, u32 mask) { return lop3<0xE2>(a, mask, b); }     // (a & mask) | (b & ~mask)
-DI u32 and_or(u32 a, u32 mask, u32 b) { return lop3<0xEA>(a, mask, b); }     // (a & mask) | b
-DI u32 mad(u32 a, u32 b, u32 c) { u32 d; asm("mad.lo.u32 %0,%1,%2,%3;" : "=r"(d) : "r"(a), "r"(b), "r"(c)); return d; }
-DI constexpr u32 rotl(u32 x, int n) { return (n & 31) ? (x << (n & 31)) | (x >> (32 - (n & 31))) : x; }
-template <int S> DI u32 rotl_by(u32 x) { if constexpr ((S & 31) == 0) return x; else return __funnelshift_l(x, x, S & 31); }
-template <int S> DI u32 rotr(u32 x) { if constexpr ((S & 31) == 0) return x; else return __funnelshift_r(x, x, S & 31); }
-DI u16 to_half(float v) {
-  u16 h;
-#if FLOAT16
-  asm("cvt.rn.f16.f32 %0,%1;" : "=h"(h) : "f"(v));
-#else
-  asm("cvt.rn.bf16.f32 %0,%1;" : "=h"(h) : "f"(v));
-#endif
-  return h;
-}
 DI float activate(float gate, float up) {
 #if KIND == 1
   return gate * 0.5f * (1.0f + erff(gate * 0.7071067811865476f)) * up;

@@ -21,8 +21,8 @@ PAGE_BYTES = 4096
 WIDTHS = [2, 3, 4, 5, 6, 7, 8]
 SLOTS = 8  # of a group
 SOURCE = CudaSource("moe.cu", "cuda_on_cpu.h", [  # defined by cuda_on_cpu.h
-    "prmt", "lop3", "mad", "mad_wide", "load_stream", "load_written", "multiply", "to_half",
-    "wait_for_earlier", "let_next_begin", "copy_async", "copy_async8", "commit", "wait", "entry",
+    "mad_wide", "load_stream", "load_written", "wait_for_earlier",
+    "let_next_begin", "copy_async", "copy_async8", "commit", "wait", "entry",
 ])  # fmt: skip
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")

@@ -14,7 +14,7 @@ from pw_kernels.step import Norm
 from support.cuda_source import CudaSource
 
 SOURCE = CudaSource("products.cu", "products_on_cpu.h", [  # defined by the headers
-    "multiply", "to_half", "load_written", "load_number", "copy_async", "commit",
+    "load_written", "load_number", "copy_async", "commit",
     "wait", "wait_for_earlier", "let_next_begin",
 ])  # fmt: skip
 DTYPE = torch.bfloat16

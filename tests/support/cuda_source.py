@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pw_kernels
+from pw_kernels.sources import cuda_text
 
 SUPPORT = Path(__file__).parent
+_COMMON = ("prmt", "lop3", "mad", "multiply", "to_half")  # of common.cuh
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,7 @@ class CudaSource:
     Attributes:
         name: Of the file in pw_kernels.
         header: Of this folder.
-        instructions: Functions of the source that the header defines.
+        instructions: Functions that the header defines, beside those of common.cuh.
         runtime: The file of this folder that runs blocks.
     """
 
@@ -48,9 +49,9 @@ class CudaSource:
 
     def _as_cpp(self, call: str) -> str:
         """The source without single instructions and types, and with an entry that makes `call`."""
-        source = Path(pw_kernels.__file__).with_name(self.name).read_text()
+        source = cuda_text(self.name)
         source = re.sub(r"typedef unsigned .*;\n", "", source)
-        for name in self.instructions:
+        for name in (*_COMMON, *self.instructions):
             source = _without(name, source)
         source = re.sub(r"extern __shared__ __align__\(\d+\)", 'extern "C"', source)
         entry = f'extern "C" void kernel(const void* all) {{ {call} }}'
