@@ -60,6 +60,14 @@ def format_exactly(number: int) -> str:
     return f"{format_bytes(number)} ({number:,} bytes)"
 
 
+def format_seconds(seconds: float) -> str:
+    """A duration in the largest unit that keeps it above 2: 4000 -> `67 min`."""
+    for unit, length in (("h", 3600), ("min", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{seconds:.0f} s"
+
+
 @dataclass(frozen=True)
 class CalibrationConfig:
     """Which text calibrates a model. Offline stages that run the model take it whole."""

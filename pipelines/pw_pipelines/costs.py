@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from pw.blocks import MODULES
-from pw.config import QuantizeConfig
+from pw.config import QuantizeConfig, format_bytes
 from pw.models.checkpoint import Checkpoint
 from pw_pipelines.progress import Progress
 from pw_pipelines.rates import seconds_per_operation
@@ -97,7 +97,7 @@ def print_reading(
 
 
 def _read(count: int, least: int) -> str:
-    return f"read {count:,} bytes, {count / least:.1f} times the checkpoint"
+    return f"read {format_bytes(count)}, {count / least:.1f} times the checkpoint"
 
 
 def _floor(seconds: float) -> str:

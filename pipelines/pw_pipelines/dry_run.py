@@ -16,7 +16,7 @@ import torch
 
 import pw
 from pw.blocks import MODULES, ExpertGeometry, Module
-from pw.config import WIDTHS, QuantizeConfig
+from pw.config import WIDTHS, QuantizeConfig, format_bytes
 from pw.errors import ConfigError, StoreError
 from pw.models.checkpoint import Checkpoint
 from pw.models.resolve import resolve_model
@@ -241,7 +241,8 @@ def _check_room(out: Path, needs: _Needs) -> int:
     there = needs.memory_there()
     if there < needs.memory_bytes():
         raise ConfigError(
-            f"about {needs.memory_bytes():,} bytes of memory are needed, {there:,} are there",
+            f"about {format_bytes(needs.memory_bytes())} of memory are needed, "
+            f"{format_bytes(there)} are there",
             "`--codebook kmeans` needs less, and so do shorter samples: --seqlen",
         )
     return free

@@ -16,6 +16,7 @@ from pw import __version__
 from pw.cli.command import print_json
 from pw.cli.locate import artifact_path, cache_home
 from pw.cli.options import Common
+from pw.config import format_bytes
 from pw.errors import StoreError
 
 _LIBRARIES = (
@@ -147,8 +148,9 @@ def _environment() -> dict[str, Any]:
     from pw_kernels.dispatch import available_backends
 
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    properties = torch.cuda.get_device_properties
     devices = [
-        f"{torch.cuda.get_device_name(i)} ({torch.cuda.get_device_properties(i).total_memory:,} B)"
+        f"{torch.cuda.get_device_name(i)} ({format_bytes(properties(i).total_memory)})"
         for i in range(torch.cuda.device_count())
     ]
     return {
@@ -156,7 +158,7 @@ def _environment() -> dict[str, Any]:
         "python": f"{platform.python_version()} ({sys.executable})",
         "platform": platform.platform(),
         "cpu cores": os.cpu_count(),
-        "memory": f"{memory:,} B",
+        "memory": format_bytes(memory),
         "cuda": torch.version.cuda or "not in this build of torch",
         "devices": devices,
         "backends": list(available_backends()),

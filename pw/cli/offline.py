@@ -6,7 +6,7 @@ Reports go to stdout, progress to stderr.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -17,7 +17,7 @@ from pw.cli.command import print_json
 from pw.cli.locate import artifact_path, default_output
 from pw.cli.options import Calibration, Common, Widths
 from pw.cli.stages import build, fetch, fit, progress_of
-from pw.config import TuneConfig
+from pw.config import TuneConfig, format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from pw.config import QuantizeConfig
@@ -167,35 +167,38 @@ def _print_plan(report: DryRunReport) -> None:
             f"  {plan.count} {module} blocks {plan.rows}x{plan.cols}, stored as {tiles}: bits "
             f"{report.min_bits} to {report.max_bits}, tables {report.lut_dtype}"
         )
-    print(f"  experts unquantized {report.dense_bytes:>18,} bytes")
-    for bits, size in report.bytes_by_width.items():
-        print(f"  at {bits} bits           {size:>18,} bytes  {size / report.dense_bytes:.0%}")
+    _print_widths(report.dense_bytes, report.bytes_by_width)
     for title, groups in (
         ("left alone, copied byte for byte", report.left_alone),
         ("not copied, no part of the text model", report.not_copied),
     ):
         if groups:
-            print(f"{title}: {sum(group.bytes for group in groups):,} bytes")
+            print(f"{title}: {format_bytes(sum(group.bytes for group in groups))}")
         for group in groups:
-            print(f"  {group.count:>4} {group.name}  {group.bytes:,} bytes")
+            print(f"  {group.count:>4} {group.name}  {format_bytes(group.bytes)}")
     print(f"calibration: {report.samples} samples, {report.tokens:,} tokens")
-    print(f"memory: about {report.memory_bytes:,} bytes")
+    print(f"memory: about {format_bytes(report.memory_bytes)}")
     print(
-        f"disk: {report.disk_bytes:,} bytes, {report.disk_free:,} free; reads {report.read_bytes:,}"
+        f"disk: {format_bytes(report.disk_bytes)}, {format_bytes(report.disk_free)} free; reads "
+        f"{format_bytes(report.read_bytes)}"
     )
-    stages = ", ".join(f"{stage} {seconds:.0f} s" for stage, seconds in report.seconds.items())
+    stages = ", ".join(f"{stage} {format_seconds(s)}" for stage, s in report.seconds.items())
     print(f"time: about {stages}, disks not counted")
 
 
 def _print_quantized(report: QuantizeReport) -> None:
-    dense = report.dense_bytes
     print(f"{report.path}: {report.blocks} blocks at {report.min_bits} to {report.max_bits} bits")
-    print(f"  experts unquantized {dense:>16,} bytes")
-    for bits, size in report.bytes_by_width.items():
-        print(f"  at {bits} bits           {size:>16,} bytes  {size / dense:.0%}")
+    _print_widths(report.dense_bytes, report.bytes_by_width)
     print("  (planes and tables; in memory they fill whole pages, and `pw eval` counts those)")
     coverage = ", ".join(f"{count} {name}" for name, count in report.coverage.items())
-    print(f"  calibration tokens  {report.tokens:>16,}, experts: {coverage}")
+    print(f"  calibration tokens  {report.tokens:>12,}, experts: {coverage}")
+
+
+def _print_widths(dense: int, bytes_by_width: Mapping[int, int]) -> None:
+    """Bytes of all experts, unquantized and at each width."""
+    print(f"  experts unquantized {format_bytes(dense):>12}")
+    for bits, size in bytes_by_width.items():
+        print(f"  at {bits} bits           {format_bytes(size):>12}  {size / dense:.0%}")
 
 
 def sensitivity(
@@ -331,5 +334,5 @@ def export(
     else:
         print(
             f"{report.path}: {report.architecture} with experts of {report.bits} bits, "
-            f"{report.tensors} tensors in {report.files} files, {report.bytes:,} bytes"
+            f"{report.tensors} tensors in {report.files} files, {format_bytes(report.bytes)}"
         )

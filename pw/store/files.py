@@ -18,6 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from pw.config import format_exactly
 from pw.errors import PartialResultError, StoreError
 
 _CHUNK = 1 << 22  # bytes per read while hashing
@@ -208,7 +209,8 @@ def disk_full(target: Path, needed: int) -> PartialResultError:
     """The error of a disk without room for `needed` more bytes of `target`."""
     free = shutil.disk_usage(existing_parent(target)).free
     return PartialResultError(
-        f"disk full while writing `{target}`: {needed} bytes needed, {free} bytes free",
+        f"disk full while writing `{target}`: {format_exactly(needed)} needed, "
+        f"{format_exactly(free)} free",
         "free some space and run the same command again: it resumes where it stopped",
     )
 

@@ -1,6 +1,7 @@
 """`pw eval` through the real runner, on a random model."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -49,8 +50,9 @@ def test_one_policy_reports_perplexity_bytes_and_a_paired_difference(
     assert narrow.code == 0, narrow.err
     assert "mean 2.00 bits (all 2)" in narrow.out
     assert "against the baseline (static:4)" in narrow.out
-    for words in ("padding", "already counted"):
+    for words in ("padding", "already counted", "budget 64.00 MiB", "over budget 0 B"):
         assert words in narrow.out
+    assert not re.search(r"\d,?\d{3},?\d{3}", narrow.out)  # a figure that nobody reads
     assert "outside the budget" not in narrow.out  # nothing can come back: the host keeps nothing
     same = run("eval", *flags, "--precision-policy", "static:4", *baseline, "--json")
     [row] = json.loads(same.out)["rows"]

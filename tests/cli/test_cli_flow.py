@@ -265,6 +265,7 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(made: Made, tmp_path: Path
     assert done.code == 0, done.err
     for piece in ("12 blocks", "at 4 bits", "left alone", "mlp.gate.weight", "memory: about"):
         assert piece in done.out
+    assert not re.search(r"\d,?\d{3},?\d{3}", done.out)  # a figure that nobody reads
     assert list(tmp_path.iterdir()) == []
     done = run("quantize", str(made.checkpoint), "-o", str(tmp_path / "a.pw"), *flags, "--json")
     assert json.loads(done.out)["plan"]["down"]["count"] == 6

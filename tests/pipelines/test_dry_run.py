@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pw.config import CalibrationConfig, QuantizeConfig
+from pw.config import CalibrationConfig, QuantizeConfig, format_bytes, format_seconds
 from pw.errors import (
     ConfigError,
     ModelError,
@@ -119,6 +119,13 @@ def test_what_would_fail_later_is_refused_at_once(
     assert time.process_time() - started < 2
 
 
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0.4, "0 s"), (119, "119 s"), (4000, "67 min"), (100_000, "28 h")]
+)
+def test_durations_are_for_people(seconds: float, text: str) -> None:
+    assert format_seconds(seconds) == text
+
+
 @pytest.mark.parametrize("stage", [dry_run.run, partial(quantize.run, progress=QUIET)])
 @pytest.mark.usefixtures("no_weights")
 def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(
@@ -137,7 +144,7 @@ def test_a_disk_too_small_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyP
     text = calibration(tmp_path)
     needed = plan(tmp_path / "model", text).disk_bytes
     monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(1 << 40, 0, needed - 1))
-    with pytest.raises(PartialResultError, match=f"{needed} bytes needed, {needed - 1} bytes free"):
+    with pytest.raises(PartialResultError, match=rf"\({needed:,} bytes\) needed, .* free"):
         plan(tmp_path / "model", text)
 
 
@@ -152,8 +159,9 @@ def test_a_folder_or_a_machine_that_will_not_do_is_refused(
         with pytest.raises(StoreError, match=f"cannot write into `{tmp_path}`"):
             plan(tmp_path / "model", text)
     needed = plan(tmp_path / "model", text).memory_bytes
-    monkeypatch.setattr(dry_run._Needs, "memory_there", lambda _: needed - 1)
-    with pytest.raises(ConfigError, match=f"{needed:,} bytes of memory are needed, {needed - 1:,}"):
+    monkeypatch.setattr(dry_run._Needs, "memory_there", lambda _: 3 << 20)
+    told = f"about {format_bytes(needed)} of memory are needed, 3.00 MiB are there"
+    with pytest.raises(ConfigError, match=told):
         plan(tmp_path / "model", text)
 
 

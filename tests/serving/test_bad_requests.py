@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import logging
+from typing import get_args, get_type_hints
 
 import pytest
 
 from pw.serving.context import ServingConfig
 from pw.serving.limits import ServingLimits
+from pw.serving.openai.chat_schemas import ChatRequest, TokenizeRequest
+from pw.serving.openai.schemas import CompletionRequest
 from tests.serving.fakes import FakeEngine, WordTokenizer
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
+USER = {"role": "user", "content": "1"}
 
 
 def check_error(answer, status, code=None, param=None):
@@ -116,6 +120,40 @@ def engine_lives_on(served):
 def test_field_that_cannot_be_honoured(served, field, value):
     body = {"model": "fake", "prompt": "1 2 3", field: value}
     check_error(served.http.post(COMPLETIONS, json=body), 400, param=field)
+
+
+@pytest.mark.parametrize("value", ["yes", "true", "0", 1, 0, 0.0, [], {}])
+@pytest.mark.parametrize(
+    ("path", "kind"),
+    [(COMPLETIONS, CompletionRequest), (CHAT, ChatRequest), ("/tokenize", TokenizeRequest)],
+)
+def test_only_true_and_false_are_true_and_false(served, path, kind, value):
+    body = {"prompt": "1"} if path == COMPLETIONS else {"messages": [USER]}
+    kinds = get_type_hints(kind)
+    flags = [name for name in kind.model_fields if bool in (kinds[name], *get_args(kinds[name]))]
+    assert len(flags) >= 4
+    for name in flags:
+        check_error(served.http.post(path, json=body | {name: value}), 400, param=name)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (COMPLETIONS, {"stream_options": {"include_usage": "yes"}, "stream": True}),
+        (COMPLETIONS, {"structured_outputs": {"json_object": 1}}),
+        (CHAT, {"response_format": {"type": "json_schema", "json_schema": {"schema": "yes"}}}),
+        (CHAT, {"tools": [{"type": "function", "function": {"name": "f", "strict": "no"}}]}),
+    ],
+)
+def test_only_true_and_false_are_true_and_false_inside_objects(served, path, body):
+    whole = {"prompt": "1", "messages": [USER]} | body
+    check_error(served.http.post(path, json=whole), 400, param=next(iter(body)))
+
+
+def test_whole_numbers_are_numbers(served):
+    body = {"prompt": "1", "max_tokens": 1, "temperature": 1, "top_p": 1, "logit_bias": {"5": 1}}
+    assert served.http.post(COMPLETIONS, json=body).status_code == 200
+    served.engine.calls.clear()
 
 
 @pytest.mark.parametrize(

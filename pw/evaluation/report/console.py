@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pw.config import format_bytes
 from pw.evaluation.report.document import BYTE_CLASSES
 from pw.evaluation.report.tables import Described, Table, findings, interval, tables, widths
 
@@ -37,12 +38,14 @@ def _print_one(described: Described, row: Described) -> None:
     if row.get("against_baseline"):
         print(f"difference  {_baseline(row)}")
     used = held["total"] - held["free"]
-    print(f"bytes       {used:,} used, {held['free']:,} free, budget {held['budget']:,}")
+    sizes = {name: format_bytes(held[name]) for name in ("free", "budget")}
+    print(f"bytes       {format_bytes(used)} used, {sizes['free']} free, budget {sizes['budget']}")
     for name, meaning in BYTE_CLASSES.items():
         if held[name]:
-            print(f"  {name:<14}{held[name]:>16,}  {meaning}")
-    print(f"  {'KV at most':<14}{row['kv_peak_bytes']:>16,}  the others are means over steps")
-    print(f"over budget {row['bytes_over_budget']} bytes")
+            print(f"  {name:<14}{format_bytes(held[name]):>12}  {meaning}")
+    most = format_bytes(row["kv_peak_bytes"])
+    print(f"  {'KV at most':<14}{most:>12}  the others are means over steps")
+    print(f"over budget {format_bytes(row['bytes_over_budget'])}")
 
 
 def _baseline(row: Described) -> str:

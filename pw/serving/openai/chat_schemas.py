@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 import orjson
-from pydantic import AliasChoices, BaseModel, Field, model_validator
+from pydantic import AliasChoices, BaseModel, Field, StrictBool, model_validator
 from pydantic_core import PydanticCustomError
 
 from pw.engine.request import Grammar, SamplingParams
@@ -112,7 +112,7 @@ class Function(BaseModel):
     name: FunctionName
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    strict: bool | None = None
+    strict: StrictBool | None = None
 
 
 class Tool(BaseModel):
@@ -145,7 +145,7 @@ class ToolUse(Body):
 
     tools: list[Tool] = Field(default_factory=list)
     tool_choice: Literal["none", "auto", "required"] | NamedTool = "auto"
-    parallel_tool_calls: bool = True
+    parallel_tool_calls: StrictBool = True
 
     @property
     def forced(self) -> bool:
@@ -204,11 +204,11 @@ class ChatRequest(GenerationRequest, ToolUse):
 
     messages: Annotated[list[Message], Field(min_length=1)]
     max_completion_tokens: Integer | None = None
-    logprobs: bool = False
+    logprobs: StrictBool = False
     top_logprobs: Integer | None = None
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False
-    add_special_tokens: bool = False
+    add_generation_prompt: StrictBool = True
+    continue_final_message: StrictBool = False
+    add_special_tokens: StrictBool = False
     chat_template_kwargs: dict[str, str | bool | int | float | None] = Field(default_factory=dict)
     reasoning_effort: str | None = None
 
@@ -273,10 +273,10 @@ class TokenizeRequest(Body):
     prompt: str | None = None
     messages: Annotated[list[Message], Field(min_length=1)] | None = None
     tools: list[Tool] = Field(default_factory=list)
-    add_special_tokens: bool | None = None
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False
-    return_token_strs: bool = False
+    add_special_tokens: StrictBool | None = None
+    add_generation_prompt: StrictBool = True
+    continue_final_message: StrictBool = False
+    return_token_strs: StrictBool = False
 
     def template_options(self) -> dict[str, Any]:
         """Options for the chat template."""

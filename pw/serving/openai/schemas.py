@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, Strict, model_validator
+from pydantic import BaseModel, ConfigDict, Field, Strict, StrictBool, model_validator
 
 from pw.engine.request import SamplingParams
 from pw.errors import RequestError
@@ -63,8 +63,8 @@ class Body(BaseModel):
 class StreamOptions(Body):
     """What a stream carries beside text."""
 
-    include_usage: bool = False
-    continuous_usage_stats: bool = False
+    include_usage: StrictBool = False
+    continuous_usage_stats: StrictBool = False
 
 
 class Precision(BaseModel):
@@ -80,7 +80,7 @@ class GenerationRequest(OutputFormats, Body):
 
     model: str | None = None
     n: Annotated[Integer, Field(ge=1)] = 1
-    stream: bool = False
+    stream: StrictBool = False
     stream_options: StreamOptions = StreamOptions()
     max_tokens: Integer | None = None
     temperature: Number | None = None
@@ -90,17 +90,19 @@ class GenerationRequest(OutputFormats, Body):
     seed: Integer | None = None
     stop: str | list[str] = Field(default_factory=list)
     stop_token_ids: Annotated[list[Integer], Field(max_length=128)] = Field(default_factory=list)
-    include_stop_str_in_output: bool = False
-    ignore_eos: bool = False
+    include_stop_str_in_output: StrictBool = False
+    ignore_eos: StrictBool = False
     min_tokens: Integer = 0
-    skip_special_tokens: bool = True
-    spaces_between_special_tokens: bool = True  # only slow tokenizers, which we do not run, know it
+    skip_special_tokens: StrictBool = True
+    spaces_between_special_tokens: StrictBool = (
+        True  # only slow tokenizers, which we do not run, know it
+    )
     frequency_penalty: Number = 0.0
     presence_penalty: Number = 0.0
     repetition_penalty: Number | None = None
     logit_bias: dict[str, Number] = Field(default_factory=dict)
     prompt_logprobs: Integer | None = None
-    return_tokens_as_token_ids: bool | None = None
+    return_tokens_as_token_ids: StrictBool | None = None
     precision: Precision | None = None
 
     @property
@@ -175,10 +177,10 @@ class CompletionRequest(GenerationRequest):
     """Body of `POST /v1/completions`."""
 
     prompt: Prompts
-    echo: bool = False
+    echo: StrictBool = False
     logprobs: Integer | None = None
     best_of: Integer | None = None
-    add_special_tokens: bool = True
+    add_special_tokens: StrictBool = True
 
     def sampling(self, defaults: SamplingDefaults, limits: ServingLimits) -> SamplingParams:
         """Sampling parameters of choice 0; see the base class."""

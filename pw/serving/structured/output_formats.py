@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 import orjson
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, StrictBool
 
 from pw.engine.request import Grammar
 from pw.errors import RequestError
@@ -23,8 +23,8 @@ class NamedSchema(BaseModel):
 
     name: str = ""
     description: str | None = None
-    strict: bool | None = None
-    schema_: dict[str, Any] | bool = Field(alias="schema")
+    strict: StrictBool | None = None
+    schema_: dict[str, Any] | StrictBool = Field(alias="schema")
 
 
 class ResponseFormat(BaseModel):
@@ -40,7 +40,7 @@ class StructuredOutputs(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     json_: dict[str, Any] | str | None = Field(default=None, alias="json")
-    json_object: bool | None = None
+    json_object: StrictBool | None = None
     regex: str | None = None
     choice: Choices | None = None
     grammar: str | None = None
