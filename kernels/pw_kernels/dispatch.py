@@ -7,10 +7,12 @@ Backends are imported when first used, so importing this module costs torch alon
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from importlib import import_module
+from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -235,6 +237,21 @@ def write_kv(
     module = _module(_WRITE_KV[name]) if name in _WRITE_KV else reference
     assert module is not None  # _choose has imported it
     module.write_kv(k, v, k_pages, v_pages, slots)
+
+
+class Rehearsed(Protocol):
+    """What a rehearsal has found."""
+
+    compiled: int  # kernels that were not in the user's cache
+    folder: Path  # ... where they are now
+
+
+def rehearsal(device: torch.device) -> AbstractContextManager[Rehearsed | None]:
+    """Have the CUDA kernels compiled, by several threads, that are launched in this context; they
+    do not run there. None, and nothing is held back, where none is compiled at run time.
+    """
+    module = _module("nvrtc") if device.type == "cuda" else None
+    return nullcontext() if module is None else module.Rehearsal()
 
 
 def _fits_cuda(

@@ -1,7 +1,8 @@
 """Compile CUDA C++ at run time and launch it on torch's stream: NVRTC, no toolkit. Knows no kernel.
 
-Needs `cuda-bindings`, which torch's CUDA builds depend on. A kernel is compiled on first use for
-the device in hand; machine code is kept in `$XDG_CACHE_HOME/pw_kernels` (`~/.cache/pw_kernels`).
+Needs `cuda-bindings`, which torch's CUDA builds depend on. A kernel is compiled for the device in
+hand at its first launch, or beforehand and beside others in a `Rehearsal`; machine code is kept in
+`$XDG_CACHE_HOME/pw_kernels` (`~/.cache/pw_kernels`).
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import hashlib
 import os
 import threading
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -23,6 +25,7 @@ from pw_kernels.sources import cuda_text
 
 Define = int | str
 _DEFAULT_SHARED_BYTES = 48 * 1024  # more must be asked for
+_MOST_THREADS = 16  # that compile at a time
 _thread = threading.local()
 
 
@@ -37,19 +40,39 @@ class Kernel:
     """
 
     def __init__(self, source: str, name: str, defines: Mapping[str, Define], device: int) -> None:
-        self._device = device
+        self._device, self._name = device, name
         major, minor = torch.cuda.get_device_capability(device)
-        code = machine_code(source, defines, 10 * major + minor)
+        self._what = (source, defines, 10 * major + minor)
         self._overlaps = major >= 9
-        _enter(device)
-        self._library = _check(driver.cuModuleLoadData(code))
-        self._function = _check(driver.cuModuleGetFunction(self._library, name.encode()))
         self._shared = _DEFAULT_SHARED_BYTES
+        self._function: Any = None
+        self._loading = threading.Lock()
+
+    @property
+    def kept(self) -> bool:
+        """Whether its machine code lies in the user's cache."""
+        return _cache_path(*self._what).exists()
+
+    def load(self) -> Any:
+        """Compile it, if nobody has yet, and bring it onto the device; the driver's handle.
+
+        Raises:
+            ValueError: It does not compile; the message is the compiler's.
+        """
+        with self._loading:
+            if self._function is None:
+                code = machine_code(*self._what)
+                _enter(self._device)
+                self._library = _check(driver.cuModuleLoadData(code))
+                self._function = _check(
+                    driver.cuModuleGetFunction(self._library, self._name.encode())
+                )
+        return self._function
 
     def attribute(self, name: str) -> int:
         """A `CU_FUNC_ATTRIBUTE_` of the kernel, such as NUM_REGS or LOCAL_SIZE_BYTES."""
         what = getattr(driver.CUfunction_attribute, f"CU_FUNC_ATTRIBUTE_{name}")
-        return int(_check(driver.cuFuncGetAttribute(what, self._function)))
+        return int(_check(driver.cuFuncGetAttribute(what, self.load())))
 
     def launch(
         self,
@@ -59,7 +82,7 @@ class Kernel:
         *arguments: Any,
         overlap: bool = False,
     ) -> None:
-        """Launch on torch's current stream.
+        """Launch on torch's current stream; in a `Rehearsal` of this thread, launch nothing.
 
         Args:
             grid: Blocks in x, y, and z if given.
@@ -70,10 +93,15 @@ class Kernel:
                 launch), as soon as all blocks of that one allow it; the kernel itself waits for
                 what it reads. Without effect before compute capability 9.0.
         """
+        rehearsal: Rehearsal | None = getattr(_thread, "rehearsal", None)
+        if rehearsal is not None:
+            rehearsal.note(self)
+            return
+        function = self.load() if self._function is None else self._function
         _enter(self._device)
         if shared_bytes > self._shared:
             limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-            _check(driver.cuFuncSetAttribute(self._function, limit, shared_bytes))
+            _check(driver.cuFuncSetAttribute(function, limit, shared_bytes))
             self._shared = shared_bytes
         pointers = (ctypes.c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
         config = driver.CUlaunchConfig()
@@ -83,7 +111,41 @@ class Kernel:
         config.hStream = torch.cuda.current_stream(self._device).cuda_stream
         if overlap and self._overlaps:
             config.attrs, config.numAttrs = [_overlap()], 1
-        _check(driver.cuLaunchKernelEx(config, self._function, ctypes.addressof(pointers), 0))
+        _check(driver.cuLaunchKernelEx(config, function, ctypes.addressof(pointers), 0))
+
+
+class Rehearsal:
+    """Finds out which kernels will be launched, and compiles them side by side.
+
+    While it is entered, kernels that its thread launches do not run: each is handed to a pool of
+    threads, which compile and load it. What such kernels would have written is whatever memory
+    held. Leaving it waits for all. One that does not compile says so when it is launched.
+
+    Attributes:
+        compiled: Kernels that were not in the user's cache.
+        folder: That cache.
+    """
+
+    def __init__(self) -> None:
+        self.compiled, self.folder = 0, cache_folder()
+        self._noted: set[Kernel] = set()
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        self._pool = ThreadPoolExecutor(min(_MOST_THREADS, cores or 1), "pw-nvrtc")
+
+    def note(self, kernel: Kernel) -> None:
+        """Have a kernel compiled that would be launched here."""
+        if kernel not in self._noted:
+            self._noted.add(kernel)
+            self.compiled += not kernel.kept
+            self._pool.submit(kernel.load)
+
+    def __enter__(self) -> Rehearsal:
+        _thread.rehearsal = self
+        return self
+
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        _thread.rehearsal = None
+        self._pool.shutdown(cancel_futures=error is not None)
 
 
 @cache
@@ -97,7 +159,7 @@ def _overlap() -> Any:
 
 @cache
 def kernel(source: str, name: str, defines: tuple[tuple[str, Define], ...], device: int) -> Kernel:
-    """The kernel with these macros, compiled once."""
+    """The kernel with these macros, one object for all who ask."""
     return Kernel(source, name, dict(defines), device)
 
 
@@ -118,20 +180,26 @@ def shared_bytes(device: int) -> int:
     return device_attribute("MAX_SHARED_MEMORY_PER_BLOCK_OPTIN", device)
 
 
+def cache_folder() -> Path:
+    """Where machine code is kept."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pw_kernels"
+
+
+def _cache_path(source: str, defines: Mapping[str, Define], capability: int) -> Path:
+    what = (cuda_text(source), sorted(defines.items()), capability, _check(nvrtc.nvrtcVersion()))
+    return cache_folder() / f"{hashlib.sha256(repr(what).encode()).hexdigest()}.cubin"
+
+
 def machine_code(source: str, defines: Mapping[str, Define], capability: int) -> bytes:
     """As `compile_source`, from the user's cache where it was compiled before."""
-    version = _check(nvrtc.nvrtcVersion())
-    what = (cuda_text(source), sorted(defines.items()), capability, version)
-    name = hashlib.sha256(repr(what).encode()).hexdigest()
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    path = Path(home) / "pw_kernels" / f"{name}.cubin"
+    path = _cache_path(source, defines, capability)
     try:
         return path.read_bytes()
     except OSError:
         code = compile_source(source, defines, capability)
     with suppress(OSError):  # a cache that cannot be written costs time alone
         path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_suffix(f".{os.getpid()}")
+        part = path.with_suffix(f".{threading.get_native_id()}")
         part.write_bytes(code)
         part.replace(path)
     return code

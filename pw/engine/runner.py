@@ -13,7 +13,8 @@ from torch import Tensor
 from pw.engine.context import StepBatch
 from pw.engine.diagnosis import FiniteWatch
 from pw.engine.experts import RoutedExperts
-from pw.engine.graphs.decode import DecodeSteps, capture_steps
+from pw.engine.graphs.decode import DecodeSteps
+from pw.engine.graphs.start import capture_steps
 from pw.engine.sampling.logprobs import Scored, score
 from pw.engine.sequence import Chunk
 from pw.memory.budget import SCORED_ROWS

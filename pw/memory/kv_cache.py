@@ -102,7 +102,7 @@ class KvCache:
         prefix_rule: str | None = None,
     ) -> None:
         self._arena, self._pool, self._first_owner = arena, pool, first_owner
-        self._chunk = max_tokens if chunk_tokens is None else chunk_tokens
+        self.chunk_tokens = max_tokens if chunk_tokens is None else chunk_tokens
         self._rows = list(range(max_sequences - 1, -1, -1))
         self._groups: list[_Group] = []
         self._where: dict[int, tuple[int, int]] = {}  # layer -> (group, position)
@@ -135,7 +135,7 @@ class KvCache:
 
     def pages_for_tokens(self, tokens: int) -> int:
         """Most pages that a sequence holds at once, over all layers, on its way to a length."""
-        return peak_pages(self.shapes, tokens, self._chunk)
+        return peak_pages(self.shapes, tokens, self.chunk_tokens)
 
     def pages_to_grow(self, sequence: KvSequence, tokens: int) -> int:
         """Pages that a sequence still needs to hold `tokens` tokens."""
@@ -153,7 +153,7 @@ class KvCache:
             growth = max(0, group.shape.blocks(tokens) - sequence.blocks[number])
             if growth and group.shape.window is not None:
                 held = sequence.blocks[number] - sequence.first[number] * group.unit_blocks
-                peak = peak_blocks(group.shape, tokens, self._chunk, self.unit)
+                peak = peak_blocks(group.shape, tokens, self.chunk_tokens, self.unit)
                 growth = max(0, min(growth, peak - held))
             pages += len(group.shape.layers) * growth
         return pages

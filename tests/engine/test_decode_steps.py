@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pw.engine import Engine
+from pw.engine.graphs import start
 from pw.engine.graphs.capture import Step, eager
-from pw.engine.graphs.decode import DecodeSteps, bucket_sizes, capture_steps
+from pw.engine.graphs.decode import DecodeSteps, bucket_sizes
 from pw.engine.request import SamplingParams
 from pw.engine.sequence import Chunk
 from support.engines import make_artifact, open_engine, random_prompt, tight_budget
@@ -247,9 +249,54 @@ def test_what_cannot_be_captured_runs_as_before_and_is_told_once(
 
     made = (runner._skeleton, runner._experts, engine._parts.kv, 8)
     with caplog.at_level(logging.WARNING):
-        assert capture_steps(*made, new_capture) is None
+        assert start.capture_steps(*made, new_capture) is None
     (message,) = caplog.messages
     assert message.startswith("decode runs without CUDA graphs, slower: RuntimeError: operation")
     prompts, params = requests()
     assert all(done.error is None for done in engine.generate(prompts, params))
-    assert capture_steps(*made, lambda _: eager) is not None
+    assert start.capture_steps(*made, lambda _: eager) is not None
+
+
+def test_kernels_are_compiled_before_steps_are_captured(
+    qwen: tuple[Any, Path], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = open_engine(qwen[1], "static:4")
+    runner, log = engine._parts.runner, []
+    called = runner._experts.__call__
+
+    class Rehearsal:
+        compiled, folder = 3, Path("cache")
+
+        def __enter__(self) -> Any:
+            log.append("rehearsal")
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            log.append("compiled")
+
+    def experts(slot: int, module: Any, x: Tensor, *rest: Tensor) -> Tensor:
+        log.append(len(x))
+        return called(slot, module, x, *rest)
+
+    def new_capture(_: torch.device) -> Callable[[Step], Step]:
+        log.append("capture")
+        return eager
+
+    monkeypatch.setattr(start, "rehearsal", lambda _: Rehearsal())
+    monkeypatch.setattr(type(runner._experts), "__call__", lambda _, *args: experts(*args))
+    with caplog.at_level(logging.INFO):
+        start.capture_steps(runner._skeleton, runner._experts, engine._parts.kv, 4, new_capture)
+    layers = len(runner._skeleton.geometry.layers)
+    steps = [size for size in (4, 2, 1) for _ in range(layers)]
+    assert log == ["rehearsal", *steps, *start.prompt_sizes(32), "compiled", "capture"]
+    compiled, captured = caplog.messages
+    assert compiled.startswith("compiled 3 kernels in ")
+    assert compiled.endswith(" s, kept in cache")
+    assert captured.startswith("captured decode graphs for batches of 1, 2, 4 in ")
+
+
+def test_prompts_of_all_lengths_are_tried() -> None:
+    assert start.prompt_sizes(9) == [1, 2, 3, 4, 5, 6, 7, 8, 9]
+    sizes = start.prompt_sizes(2000)
+    assert sizes[-1] == 2000
+    assert all(b <= 1.2 * a + 1 for a, b in pairwise(sizes))

@@ -8,9 +8,7 @@ graph stays right while bits change, requests come and go, and sequences grow.
 from __future__ import annotations
 
 import bisect
-import logging
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,14 +17,12 @@ from torch import Tensor
 
 from pw.engine.experts import RoutedExperts
 from pw.engine.graphs.batch import DecodeBatch
-from pw.engine.graphs.capture import Capture, MakeGraph, Step
+from pw.engine.graphs.capture import MakeGraph, Step
 from pw.engine.graphs.inputs import DecodeInputs
 from pw.engine.graphs.tables import DeviceTables
 from pw.engine.sequence import Chunk
 from pw.memory.kv_cache import KvCache
 from pw.models.skeleton import Skeleton
-
-logger = logging.getLogger("pw.engine")
 
 
 def bucket_sizes(most: int) -> list[int]:
@@ -128,29 +124,3 @@ class DecodeSteps:
             return Bucket(inputs, batch, make(step))
         finally:
             experts.batch = None
-
-
-def capture_steps(
-    skeleton: Skeleton,
-    experts: RoutedExperts,
-    kv: KvCache,
-    most: int,
-    new_capture: Callable[[torch.device], MakeGraph] = Capture,
-) -> DecodeSteps | None:
-    """Capture the decode steps of a model on a GPU; None, and a warning, where it cannot be."""
-    started = time.monotonic()
-    try:
-        steps = DecodeSteps(skeleton, experts, kv, most, new_capture(skeleton.device))
-    except Exception as error:  # whatever a model does that a graph cannot hold
-        logger.warning(
-            "decode runs without CUDA graphs, slower: %s: %s", type(error).__name__, error
-        )
-        if skeleton.device.type == "cuda":
-            torch.cuda.synchronize(skeleton.device)  # a device that is lost says so here
-        return None
-    logger.info(
-        "captured decode graphs for batches of %s in %.1f s",
-        ", ".join(map(str, steps.sizes)),
-        time.monotonic() - started,
-    )
-    return steps

@@ -1,0 +1,103 @@
+"""Kernels compiled before they are launched, beside one another. Needs no GPU and no compiler."""
+
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+nvrtc = pytest.importorskip(
+    "pw_kernels.nvrtc", reason="needs cuda-bindings, as torch's CUDA builds"
+)
+
+
+class Driver:
+    """As much of the driver as a launch asks for; counts launches."""
+
+    def __init__(self) -> None:
+        self.launches = 0
+
+    def cuModuleLoadData(self, code: bytes) -> tuple[int, bytes]:
+        return 0, code
+
+    def cuModuleGetFunction(self, library: bytes, name: bytes) -> tuple[int, bytes]:
+        return 0, name
+
+    def CUlaunchConfig(self) -> Any:
+        return SimpleNamespace()
+
+    def cuLaunchKernelEx(self, *_: object) -> tuple[int]:
+        self.launches += 1
+        return (0,)
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Driver:
+    driver = Driver()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(nvrtc, "driver", driver)
+    monkeypatch.setattr(nvrtc, "_enter", lambda _: None)
+    monkeypatch.setattr(nvrtc.torch.cuda, "get_device_capability", lambda _: (9, 0))
+    stream = SimpleNamespace(cuda_stream=0)
+    monkeypatch.setattr(nvrtc.torch.cuda, "current_stream", lambda _: stream)
+    monkeypatch.setattr(nvrtc.os, "sched_getaffinity", lambda _: range(2), raising=False)
+    return driver
+
+
+def make(*numbers: int) -> list[Any]:
+    return [nvrtc.Kernel("routing.cu", "route", {"NUMBER": number}, 0) for number in numbers]
+
+
+def test_a_rehearsal_compiles_side_by_side_and_launches_nothing(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    together, compiled = threading.Barrier(2), []
+
+    def compile_source(source: str, defines: dict[str, int], capability: int) -> bytes:
+        together.wait(timeout=20)  # two at a time, or it breaks
+        compiled.append((source, defines["NUMBER"], capability))
+        return b"code"
+
+    monkeypatch.setattr(nvrtc, "compile_source", compile_source)
+    kernels = make(1, 2, 3, 4)
+    with nvrtc.Rehearsal() as rehearsal:
+        for kernel in [*kernels, *kernels]:
+            kernel.launch((1,), 32, 0)
+    assert rehearsal.compiled == 4
+    assert rehearsal.folder == tmp_path / "pw_kernels"
+    assert sorted(compiled) == [("routing.cu", number, 90) for number in (1, 2, 3, 4)]
+    assert driver.launches == 0
+    monkeypatch.setattr(nvrtc, "compile_source", None)
+    for kernel in kernels:
+        kernel.launch((1,), 32, 0)
+    assert driver.launches == 4
+    with nvrtc.Rehearsal() as rehearsal:  # what is kept is loaded, not compiled
+        make(1)[0].launch((1,), 32, 0)
+    assert rehearsal.compiled == 0
+
+
+def test_what_does_not_compile_says_so_at_its_launch(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def compile_source(*_: object) -> bytes:
+        raise ValueError("routing.cu does not compile")
+
+    monkeypatch.setattr(nvrtc, "compile_source", compile_source)
+    (kernel,) = make(5)
+    with nvrtc.Rehearsal():
+        kernel.launch((1,), 32, 0)
+    with pytest.raises(ValueError, match="does not compile"):
+        kernel.launch((1,), 32, 0)
+
+
+def test_other_threads_launch_during_a_rehearsal(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nvrtc, "compile_source", lambda *_: b"code")
+    (kernel,) = make(6)
+    with nvrtc.Rehearsal():
+        other = threading.Thread(target=lambda: kernel.launch((1,), 32, 0))
+        other.start()
+        other.join()
+    assert driver.launches == 1
