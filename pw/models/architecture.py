@@ -14,15 +14,22 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
 from pw.blocks import BlockShape, ExpertGeometry
 from pw.errors import ModelError
 from pw.models.experts import NAME as EXPERTS
 from pw.models.experts import expert_modules, layer_of, refusal
 from pw.models.geometry import PROBE, Probe, probe
+from pw.models.header import UNQUANTIZED
+from pw.models.pointers import refuse_pointer
 
 _log = logging.getLogger(__name__)
+_SERVED = (
+    "served are mixture-of-experts models: Qwen2-MoE, Qwen3-MoE, Mixtral, OLMoE, Gemma 4, "
+    "DeepSeek V2 and V3, GLM-4-MoE, gpt-oss, GraniteMoE (docs/offline.md)"
+)
+_BROKEN = "correct config.json, or fetch the checkpoint again"
 _BATCH_ROPE = ("dynamic", "longrope")  # their frequencies depend on the longest sequence of a batch
 
 
@@ -74,8 +81,8 @@ def text_model(config: Any, dtype: torch.dtype, *, attention: str, experts: str)
     ).eval()
 
 
-def _unsupported(name: str, reason: str) -> ModelError:
-    return ModelError(f"model is not supported: `{name}`: {reason}")
+def _unsupported(name: str, reason: str, hint: str = _SERVED) -> ModelError:
+    return ModelError(f"model is not supported: `{name}`: {reason}", hint)
 
 
 def _read_config(path: Path) -> tuple[Any, bool]:
@@ -83,18 +90,26 @@ def _read_config(path: Path) -> tuple[Any, bool]:
     file = path / "config.json"
     if not file.is_file():
         raise ModelError(f"no config.json in `{path}`", "name a Hugging Face checkpoint folder")
+    refuse_pointer(file)
     try:
         raw = json.loads(file.read_bytes())
-        name = str(raw["model_type"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise ModelError(f"not a readable model config: `{file}` ({error})") from error
+    except (ValueError, RecursionError) as error:
+        raise ModelError(f"not a readable model config: `{file}` ({error})", _BROKEN) from error
+    if not isinstance(raw, dict) or "model_type" not in raw:
+        raise ModelError(f"not a readable model config: `{file}` (it has no model_type)", _BROKEN)
+    name = str(raw["model_type"])
     if quantization := raw.get("quantization_config"):
-        method = quantization.get("quant_method", "unknown method")
-        raise _unsupported(name, f"its weights are already quantized ({method})")
+        stated = quantization if isinstance(quantization, dict) else {}
+        method = stated.get("quant_method", "unknown method")
+        raise _unsupported(name, f"its weights are already quantized ({method})", UNQUANTIZED)
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True)
     except Exception as error:
-        raise _unsupported(name, f"transformers cannot read its config: {error}") from error
+        reason = " ".join(str(error).split()).partition(". ")[0]  # the rest is about installing
+        raise _unsupported(
+            name, f"transformers cannot read its config: {reason}",
+            _BROKEN if name in CONFIG_MAPPING else _SERVED,
+        ) from error  # fmt: skip
     text = getattr(config, "text_config", None)
     _note_norm_flag(raw, config if text is None else text)
     return (config, False) if text is None else (text, True)

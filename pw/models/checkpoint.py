@@ -20,11 +20,13 @@ from pw.errors import ModelError
 from pw.models.architecture import Architecture
 from pw.models.experts import gate_first
 from pw.models.geometry import KvGeometry
-from pw.models.header import DTYPES, some
+from pw.models.header import DTYPES, UNQUANTIZED, some
 from pw.models.keymap import KeyMap, map_keys
 from pw.models.shards import ShardIndex
 
 _FLOATS = ("F32", "F16", "BF16")
+_PACKED = (".qweight", ".weight_packed")  # of GPTQ, AWQ and compressed-tensors
+_OTHER_MODEL = "weights and config.json are of different models: fetch both again"
 _DIGESTS_AT_ONCE = 8
 
 
@@ -51,7 +53,11 @@ class Checkpoint:
                 found without reading a tensor.
         """
         shards = ShardIndex.open(path)
-        checkpoint = cls(path, shards, Architecture.load(path))
+        architecture = Architecture.load(path)
+        packed = [name for name in shards.keys() if name.endswith(_PACKED)]
+        if packed:
+            raise ModelError(f"its weights are already quantized: {some(packed)}", UNQUANTIZED)
+        checkpoint = cls(path, shards, architecture)
         checkpoint._audit_dense()
         if checkpoint.has_experts:
             checkpoint._audit_experts()
@@ -156,7 +162,8 @@ class Checkpoint:
             shape = self.shards.entry(name).shape
             if shape != tuple(state[target].shape):
                 raise ModelError(
-                    f"shape of `{name}` is {list(shape)}, expected {list(state[target].shape)}"
+                    f"shape of `{name}` is {list(shape)}, expected {list(state[target].shape)}",
+                    _OTHER_MODEL,
                 )
 
     def _audit_experts(self) -> None:
@@ -176,7 +183,10 @@ class Checkpoint:
         dtypes = {self.shards.entry(name).dtype: name for name in names}
         if len(dtypes) > 1:
             listed = ", ".join(f"{dtype} (`{name}`)" for dtype, name in sorted(dtypes.items()))
-            raise ModelError(f"expert weights differ in dtype: {listed}")
+            raise ModelError(
+                f"expert weights differ in dtype: {listed}",
+                "save the checkpoint in one dtype, with `save_pretrained`",
+            )
 
     def _complete(self, key: BlockKey) -> bool:
         """Whether the pieces of a block are there; refuses a wrong shape or dtype."""
@@ -194,7 +204,8 @@ class Checkpoint:
             if entry.shape != wanted or entry.dtype not in _FLOATS:
                 raise ModelError(
                     f"expert tensor `{name}` is {entry.dtype} {list(entry.shape)}, "
-                    f"expected {list(wanted)} in {', '.join(_FLOATS)}"
+                    f"expected {list(wanted)} in {', '.join(_FLOATS)}",
+                    _OTHER_MODEL if entry.dtype in _FLOATS else UNQUANTIZED,
                 )
         return bool(names)
 

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from pw.errors import ModelError
+from pw.models.pointers import refuse_pointer
 
 DTYPES = {
     "F64": torch.float64,
@@ -34,6 +35,7 @@ DTYPES = {
     "BOOL": torch.bool,
 }
 INCOMPLETE = "fetch the checkpoint again: it is incomplete"
+UNQUANTIZED = "name the unquantized checkpoint that it was made from: float32, float16 or bfloat16"
 _MAX_HEADER = 100_000_000  # bytes; the limit of the safetensors format
 _DTYPE = re.compile(r"BOOL|[A-Z]{1,2}([1-9][0-9]{0,2})(?:_[A-Z0-9]{1,8})?")  # its bits
 _MAX_AXES = 64
@@ -65,6 +67,7 @@ def read_header(file: Path) -> dict[str, TensorEntry]:
     Raises:
         ModelError: The file is not safetensors, or is shorter than its header promises.
     """
+    refuse_pointer(file)
     size = file.stat().st_size
     try:
         with file.open("rb") as stream:

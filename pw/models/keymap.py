@@ -41,6 +41,9 @@ _RANKS: dict[str, tuple[Module, int]] = {
 }  # fmt: skip
 
 
+_SAVE_AGAIN = "save the checkpoint with transformers' `save_pretrained`, whose layout is read"
+
+
 @dataclass
 class KeyMap:
     """Names on disk by their role."""
@@ -97,7 +100,9 @@ class _Mapper:
         elif target not in self._meta:
             out.ignored.append(name)
         elif pattern_used is not None:
-            raise ModelError(f"tensor needs a conversion that is not supported: `{name}`")
+            raise ModelError(
+                f"tensor needs a conversion that is not supported: `{name}`", _SAVE_AGAIN
+            )
         else:
             out.dense[name] = target
 
@@ -123,12 +128,14 @@ class _Mapper:
             rank = self._rank(pattern, name)
             expert = re.search(r"\.experts\.(\d+)\.", name)
             if expert is None:
-                raise ModelError(f"no expert number in `{name}`")
+                raise ModelError(f"no expert number in `{name}`", _SAVE_AGAIN)
             _put(out.single.setdefault((layer, int(expert[1]), module), {}), rank, name)
         elif f"{parent}.{leaf}" in self._meta:
             out.dense[name] = f"{parent}.{leaf}"
         else:
-            raise ModelError(f"routed experts are stored in a form that is not read: `{name}`")
+            raise ModelError(
+                f"routed experts are stored in a form that is not read: `{name}`", _SAVE_AGAIN
+            )
 
     def _rank(self, pattern: str, name: str) -> int:
         """Position of a per-expert tensor among the rows of its block."""
@@ -141,13 +148,17 @@ class _Mapper:
                 )
                 if not plain:
                     steps = [type(step).__name__ for step in converter.operations]
-                    raise ModelError(f"expert conversion {steps} is not supported: `{name}`")
+                    raise ModelError(
+                        f"expert conversion {steps} is not supported: `{name}`", _SAVE_AGAIN
+                    )
                 return int(converter.source_patterns.index(pattern))
-        raise ModelError(f"no conversion known for `{name}`")
+        raise ModelError(f"no conversion known for `{name}`", _SAVE_AGAIN)
 
 
 def _put(table: dict[Any, str], key: Any, name: str) -> None:
     """Set `table[key]`, refusing two tensors in one role."""
     if key in table:
-        raise ModelError(f"two tensors claim the same place: `{table[key]}` and `{name}`")
+        raise ModelError(
+            f"two tensors claim the same place: `{table[key]}` and `{name}`", _SAVE_AGAIN
+        )
     table[key] = name

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from pw.errors import ModelError
-from pw.models.header import DTYPES, INCOMPLETE, TensorEntry, read_header, some
+from pw.models.header import DTYPES, INCOMPLETE, UNQUANTIZED, TensorEntry, read_header, some
+from pw.models.pointers import refuse_pointer
 
 INDEX = "model.safetensors.index.json"
 _MAX_NAME = 255  # bytes of a file name in common file systems
@@ -82,7 +83,7 @@ class ShardIndex:
         entry = self._entries[name]
         dtype = DTYPES.get(entry.dtype)
         if dtype is None:
-            raise ModelError(f"dtype of `{name}` is not supported: {entry.dtype}")
+            raise ModelError(f"dtype of `{name}` is not supported: {entry.dtype}", UNQUANTIZED)
         start, size, shape = entry.start, entry.stop - entry.start, entry.shape
         if index is not None:
             size //= shape[0]
@@ -113,16 +114,22 @@ def _read_into(file: Path, start: int, out: memoryview, name: str) -> None:
 
 def _indexed(path: Path, index: Path) -> dict[str, TensorEntry]:
     """Entries of the shards that an index file names, all present."""
+    refuse_pointer(index)
     try:
         weight_map = {
             str(k): str(v) for k, v in json.loads(index.read_bytes())["weight_map"].items()
         }
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ModelError(f"not a readable shard index: `{index.name}` ({error})") from error
+        raise ModelError(
+            f"not a readable shard index: `{index.name}` ({error})", INCOMPLETE
+        ) from error
     by_file: dict[str, list[str]] = {}
     for name, file in weight_map.items():
         if Path(file).name != file or not file.isprintable() or len(file) > _MAX_NAME:
-            raise ModelError(f"shard index names a file outside its folder: {ascii(file)[:200]}")
+            raise ModelError(
+                f"shard index names a file outside its folder: {ascii(file)[:200]}",
+                "an honest index names files beside it: fetch the checkpoint again",
+            )
         by_file.setdefault(file, []).append(name)
     for file, names in sorted(by_file.items()):
         if not (path / file).is_file():

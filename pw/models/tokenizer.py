@@ -18,7 +18,9 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from pw.errors import ModelError, RequestError
+from pw.models.pointers import refuse_pointer
 
+_FETCH_AGAIN = "correct the file, or fetch it again"
 _TEMPLATE_HINT = "see chat_template.jinja or tokenizer_config.json of the model"
 TEMPLATE_SECONDS = 5.0  # for one conversation; an honest template needs milliseconds
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
@@ -190,6 +192,8 @@ def load_tokenizer(path: Path) -> Tokenizer:
     try:
         inner = AutoTokenizer.from_pretrained(path, trust_remote_code=False, local_files_only=True)
     except Exception as error:
+        for name in _TOKENIZER_FILES:
+            refuse_pointer(path / name)
         if not any((path / name).is_file() for name in _TOKENIZER_FILES):
             reason = f"it has none of {', '.join(_TOKENIZER_FILES)}"
         else:
@@ -205,11 +209,21 @@ def _eos_ids(path: Path, inner: Any) -> set[int]:
     """Ids of generation_config.json, else of config.json, and the tokenizer's own."""
     ids = {inner.eos_token_id} if inner.eos_token_id is not None else set()
     for name in ("generation_config.json", "config.json"):
-        file = path / name
-        try:
-            stated = json.loads(file.read_bytes()).get("eos_token_id") if file.is_file() else None
-        except ValueError as error:
-            raise ModelError(f"not a readable file: `{file}` ({error})") from error
-        if stated is not None:
-            return ids | set(stated if isinstance(stated, list) else [stated])
+        if stated := _stated_eos(path / name):
+            return ids | stated
     return ids
+
+
+def _stated_eos(file: Path) -> set[int]:
+    """Ids of `eos_token_id` in a file of settings; none where it or the file is absent."""
+    if not file.is_file():
+        return set()
+    refuse_pointer(file)
+    try:
+        stated = json.loads(file.read_bytes()).get("eos_token_id")
+    except (ValueError, AttributeError, RecursionError) as error:
+        raise ModelError(f"not a readable file: `{file}` ({error})", _FETCH_AGAIN) from error
+    found = stated if isinstance(stated, list) else [] if stated is None else [stated]
+    if not all(type(each) is int for each in found):
+        raise ModelError(f"eos_token_id of `{file}` is no id: `{str(stated)[:80]}`", _FETCH_AGAIN)
+    return set(found)

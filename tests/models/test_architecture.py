@@ -78,25 +78,53 @@ def test_what_cannot_be_served_is_refused_by_name_and_reason(
         Architecture.load(write_config(tmp_path, settings))
     assert caught.value.message.startswith("model is not supported: ")
     assert reason in caught.value.message
+    assert "served are mixture-of-experts models: Qwen2-MoE, " in caught.value.hint
 
 
 @pytest.mark.parametrize(
-    ("config", "reason"),
+    ("config", "reason", "hint"),
     [
-        ({"model_type": "not_a_model"}, "`not_a_model`: transformers cannot read its config"),
+        (
+            {"model_type": "not_a_model"},
+            "`not_a_model`: transformers cannot read its config",
+            "served are mixture-of-experts models",
+        ),
+        (
+            {"model_type": "mixtral", "hidden_size": "big"},
+            "`mixtral`: transformers cannot read its config: Validation error for field 'hidden_si",
+            "correct config.json, or fetch",
+        ),
         (
             {"model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4"}},
             "`gpt_oss`: its weights are already quantized (mxfp4)",
+            "name the unquantized checkpoint",
         ),
-        ({"hidden_size": 3}, "not a readable model config"),
-        ([], "not a readable model config"),
+        (
+            {"model_type": "mixtral", "quantization_config": [4]},
+            "`mixtral`: its weights are already quantized (unknown method)",
+            "name the unquantized checkpoint",
+        ),
+        ({"hidden_size": 3}, "(it has no model_type)", "correct config.json, or fetch"),
+        ([], "(it has no model_type)", "correct config.json, or fetch"),
     ],
 )
-def test_configs_that_cannot_be_read_are_refused(config: Any, reason: str, tmp_path: Path) -> None:
+def test_configs_that_cannot_be_read_are_refused(
+    config: Any, reason: str, hint: str, tmp_path: Path
+) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ModelError) as caught:
         Architecture.load(tmp_path)
     assert reason in caught.value.message
+    assert hint in caught.value.hint
+    assert len(caught.value.message) < 200
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe\x00", b"[" * 100_000])
+def test_a_config_that_is_no_json_is_refused(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(ModelError, match=r"not a readable model config: `.*config.json`") as caught:
+        Architecture.load(tmp_path)
+    assert caught.value.hint
 
 
 def test_no_code_of_a_checkpoint_is_run(tmp_path: Path) -> None:

@@ -127,6 +127,7 @@ def shard_of(folder: Path, name: str) -> Path:
     return folder / str(index["weight_map"][name])
 
 
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a21\nsize 12345\n"
 EXPERT = "model.layers.1.block_sparse_moe.experts.2.w3.weight"
 
 
@@ -135,6 +136,7 @@ def refusal(folder: Path) -> str:
     with pytest.raises(ModelError) as caught:
         Checkpoint.open(folder)
     assert time.monotonic() - start < allowed(2)
+    assert caught.value.hint
     return caught.value.message
 
 
@@ -223,6 +225,23 @@ def test_wrong_shapes_and_dtypes_are_refused(
     make_checkpoint("mixtral", tmp_path)
     rewrite(tmp_path, lambda tensors: tensors | {name: value})
     assert expected in refusal(tmp_path)
+
+
+def test_packed_weights_of_other_quantizers_are_refused(tmp_path: Path) -> None:
+    """Also where only the weights tell, as in old GPTQ checkpoints."""
+    make_checkpoint("mixtral", tmp_path)
+    packed = EXPERT.replace(".weight", ".qweight")
+    rewrite(tmp_path, lambda tensors: drop(EXPERT)(tensors) | {packed: torch.zeros(4).int()})
+    assert refusal(tmp_path) == f"its weights are already quantized: `{packed}`"
+
+
+@pytest.mark.parametrize("name", ["config.json", "*.index.json", "model-00002-*.safetensors"])
+def test_a_git_lfs_pointer_is_told_apart(sharded: Path, name: str) -> None:
+    [file] = sharded.glob(name)
+    file.write_bytes(POINTER)
+    with pytest.raises(ModelError, match=f"a git-lfs pointer to it: `{file}`") as caught:
+        Checkpoint.open(sharded)
+    assert f"`git -C {sharded} lfs pull`" in caught.value.hint
 
 
 def test_other_formats_are_refused(tmp_path: Path) -> None:

@@ -78,3 +78,32 @@ def test_a_folder_without_tokenizer_is_refused(tmp_path: Path) -> None:
     assert "it has none of tokenizer.json" in caught.value.message
     assert "\n" not in caught.value.message
     assert "beside its config.json" in caught.value.hint
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "generation_config.json"])
+def test_a_git_lfs_pointer_is_told_apart(folder: Path, name: str) -> None:
+    (folder / name).write_text(
+        "version https://git-lfs.github.com/spec/v1\noid sha256:4d\nsize 9\n"
+    )
+    with pytest.raises(ModelError, match=f"a git-lfs pointer to it: `{folder / name}`") as caught:
+        load_tokenizer(folder)
+    assert "lfs pull" in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "not a readable file"),
+        ("[]", "not a readable file"),
+        ('{"eos_token_id": "</s>"}', "is no id: `</s>`"),
+        ('{"eos_token_id": [1, true]}', "is no id: `[1, True]`"),
+    ],
+)
+def test_a_generation_config_that_says_nonsense_is_refused(
+    folder: Path, text: str, message: str
+) -> None:
+    (folder / "generation_config.json").write_text(text)
+    with pytest.raises(ModelError) as caught:
+        load_tokenizer(folder)
+    assert message in caught.value.message
+    assert caught.value.hint
