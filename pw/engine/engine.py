@@ -17,6 +17,7 @@ import logging
 import threading
 import time
 from collections.abc import Sequence as Seq
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -76,6 +77,7 @@ class Engine:
         self._outputs: list[RequestOutput] = []  # not yet handed out: a fault loses none
         self._generated = 0
         self._last_step_time = time.monotonic()
+        self._blaming = nullcontext if parts.team is None else parts.team.blaming
 
     @classmethod
     def from_artifact(cls, path: str | Path, config: EngineConfig) -> Engine:
@@ -161,21 +163,25 @@ class Engine:
         """Advance all running requests by one forward pass; what is new, per request.
 
         Where steps overlap, the next one has been launched when this returns.
+
+        Raises:
+            EngineLostError: The device or another rank is lost.
         """
-        with self._books:
-            self._queue_compiled()
-        flight = self._launcher.next()
-        if flight is None:
-            if self._grammars and not self._outputs:
-                self._grammars.wait(_WAIT_SECONDS)
+        with self._blaming():
+            with self._books:
+                self._queue_compiled()
+            flight = self._launcher.next()
+            if flight is None:
+                if self._grammars and not self._outputs:
+                    self._grammars.wait(_WAIT_SECONDS)
+                return self._hand_out()
+            self._launcher.go_ahead(flight)
+            computed = self._computer.read(flight)
+            with self._books:
+                self._take_step_in(flight, computed)
+                self._launcher.drop_dead()
+                self._last_step_time = time.monotonic()
             return self._hand_out()
-        self._launcher.go_ahead(flight)
-        computed = self._computer.read(flight)
-        with self._books:
-            self._take_step_in(flight, computed)
-            self._launcher.drop_dead()
-            self._last_step_time = time.monotonic()
-        return self._hand_out()
 
     def idle_turn(self) -> bool:
         """A safe point without a step, for planes that may come back while nothing runs.
@@ -226,11 +232,16 @@ class Engine:
             if self._parts.kv.prefix is not None:
                 self._parts.kv.prefix.clear()
 
-    def close(self) -> None:
-        """Close the trace, end the thread that compiles and the other ranks."""
+    def close(self, *, lost: bool = False) -> None:
+        """Close the trace, end the thread that compiles and the other ranks.
+
+        `lost`: this process ends at once, and its device is left alone, as it may be lost.
+        """
         self._grammars.close()
         self._parts.trace.close()
-        if self._parts.team is not None:
+        if self._parts.team is not None and lost:
+            self._parts.team.abandon()
+        elif self._parts.team is not None:
             self._parts.runner.release()  # ranks do not part while graphs hold their sums
             self._parts.team.close()
 

@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 _SLOTS = 4  # pinned buffers in turn: the copy from one has ended long before it comes round again
+_ALIGNED = 16  # bytes: a buffer begins where its positions can be read as int64
 _MOST = 1 << 15  # entries sent alone, but one in eight at most; beyond, the whole table is sent
 STAGING_BYTES = 12 * _MOST  # on the device beside the table, at most
 
@@ -43,7 +44,8 @@ class Mirror:
         self.device = self.host.to(device, copy=True)
         self._most = min(_MOST, size // 8)
         self._staging = torch.empty(12 * self._most, dtype=torch.uint8, device=device)
-        shape = (_SLOTS, max(4 * size, 12 * self._most))
+        slot_bytes = -(-max(4 * size, 12 * self._most) // _ALIGNED) * _ALIGNED
+        shape = (_SLOTS, slot_bytes)
         self._slots = torch.empty(shape, dtype=torch.uint8, pin_memory=self._cuda)
         self._events: list[Any] = [None] * _SLOTS
         self._turn = 0

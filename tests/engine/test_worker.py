@@ -24,10 +24,15 @@ class Other:
         self.socket.settimeout(PATIENCE)
         self._inbox = wire.FrameBuffer()
         self.code: int | None = None
+        self.left: list[int] = []  # exit codes of a process that ends as it is
 
         def run() -> None:
             with theirs:
-                self.code = worker.serve(engine, theirs)  # type: ignore[arg-type]
+                self.code = worker.serve(
+                    engine,  # type: ignore[arg-type]
+                    theirs,
+                    leave=self.left.append,
+                )
 
         self.thread = threading.Thread(target=run, daemon=True)
         self.thread.start()
@@ -124,13 +129,15 @@ def test_a_server_that_does_not_read_loses_its_streams(
     assert [output.completion_tokens for output in found] == [1, 2]
 
 
-def test_an_engine_beyond_help_says_so_and_ends(other: Other) -> None:
+def test_an_engine_beyond_help_says_so_and_ends(engine: StepEngine, other: Other) -> None:
     other.send(wire.Add("a", [StepEngine.LOSE], SamplingParams()))
     messages: list[wire.FromEngine] = []
     while received := other.receive():
         messages += received
     assert messages[-1] == wire.Failed("EngineLostError: no device any more")
-    assert other.code == 1
+    other.thread.join(PATIENCE)
+    assert (other.code, other.left) == (1, [1])
+    assert engine.abandoned  # nothing was done to a device that may be lost
 
 
 def test_a_closed_socket_ends_the_loop(engine: StepEngine, other: Other) -> None:
@@ -138,4 +145,4 @@ def test_a_closed_socket_ends_the_loop(engine: StepEngine, other: Other) -> None
     select.select([other.socket], [], [], PATIENCE)
     other.socket.close()
     other.thread.join(PATIENCE)
-    assert other.code == 0
+    assert (other.code, other.left, engine.abandoned) == (0, [], False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
 
 from pw.memory.mirror import Mirror
@@ -48,3 +49,15 @@ def test_many_changes_send_the_whole_table() -> None:
     mirror.publish()
     assert mirror.sent_bytes == 3200
     assert torch.equal(mirror.host, mirror.device)
+
+
+@pytest.mark.parametrize("size", [171, 173, 174, 1025])
+def test_tables_of_any_size_have_buffers_for_positions(size: int) -> None:
+    """A rank's table may have an odd number of entries: every buffer is aligned for int64."""
+    mirror = Mirror(size, CPU, apart=True)
+    for turn in range(9):
+        mirror.host[turn : turn + 3] = turn
+        mirror.note(np.arange(turn, turn + 3))
+        mirror.publish()
+        assert torch.equal(mirror.host, mirror.device)
+    assert mirror.sent_bytes == 9 * 3 * 12

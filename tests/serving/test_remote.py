@@ -205,6 +205,19 @@ def test_a_fault_that_stays_ends_the_engine(fault):
     with_engine(work)
 
 
+def test_a_process_whose_device_is_lost_tells_the_reason_and_ends_with_code_1():
+    """Nothing on the device is let go of: that would be a SIGABRT."""
+
+    async def work(engine):
+        last = (await outputs(engine, "a", prompt=(StepEngine.LOSE_DEVICE,)))[-1]
+        assert (last.finish_reason, last.error_code) == ("error", "engine_failed")
+        assert engine.failure.startswith("EngineLostError: no device any more")
+        await until(lambda: not alive(engine.pid))
+        assert engine._process.end(1.0) == "exit code 1"
+
+    with_engine(work)
+
+
 def test_a_request_that_waits_too_long_is_given_up():
     async def work(engine):
         busy = [asyncio.create_task(outputs(engine, f"r{i}", FOREVER)) for i in range(64)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import subprocess
 import threading
 from collections.abc import Iterator
@@ -13,7 +12,6 @@ import torch
 
 from pw.engine.parallel import follower, messages, team
 from pw.engine.start.ground import Ground
-from pw.errors import PwError
 from pw.models.slicing import AllReduce
 from support.patience import PATIENCE
 
@@ -62,11 +60,8 @@ class FollowerThread:
             follower.follow(order, link)
         except (EOFError, ConnectionError):
             self.returncode = 0
-        except PwError as error:
-            follower._say_lost(link, messages.Lost(type(error).__name__, error.message, error.hint))
         except Exception as error:
-            logging.getLogger(__name__).exception("a follower broke")
-            follower._say_lost(link, messages.Lost("", repr(error)))
+            follower._say_lost(link, error)
         finally:
             self._sock.close()
 

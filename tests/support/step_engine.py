@@ -5,6 +5,7 @@ It counts tokens and breaks when told to.
 
 from __future__ import annotations
 
+import os
 import time
 from dataclasses import replace
 from typing import Any
@@ -17,6 +18,13 @@ from pw.errors import EngineLostError, RequestError
 GEOMETRY = ExpertGeometry((0, 1), 4, 2, BlockShape(64, 32), BlockShape(32, 32))
 
 
+class LostTensor:
+    """Stands in for memory of a device that is lost."""
+
+    def __del__(self) -> None:
+        os.abort()
+
+
 class StepEngine:
     """Gives every running sequence its next token, a number, at each step; two run at a time.
 
@@ -25,6 +33,7 @@ class StepEngine:
     """
 
     REFUSE, CRASH, BREAK_ONCE, BREAK, LOSE, HANG = 900, 901, 902, 903, 904, 905
+    LOSE_DEVICE = 907  # as LOSE, and the end of what took part in the step aborts the process
     CROWD = 906  # after its first token it waits until `max_running` run
 
     def __init__(self, step_seconds: float = 0.0, max_running: int = 2) -> None:
@@ -34,7 +43,7 @@ class StepEngine:
         self.requests: dict[str, tuple[list[int], SamplingParams]] = {}
         self.done: dict[str, int] = {}  # tokens so far, of those that run
         self.steps = self.finished = self.aborted = self.failed = 0
-        self.closed = False
+        self.closed = self.abandoned = False
 
     def info(self) -> EngineInfo:
         return EngineInfo("step", "ab" * 32, "adaptive", 1000, 4096, 4096, 100, GEOMETRY,
@@ -116,6 +125,9 @@ class StepEngine:
     def _break(self, tokens: set[int]) -> None:
         if self.LOSE in tokens:
             raise EngineLostError("no device any more")
+        if self.LOSE_DEVICE in tokens:
+            self._tensor = held = LostTensor()
+            raise EngineLostError(f"no device any more for {held}")
         if self.BREAK in tokens:
             raise RuntimeError("a kernel failed")
         if self.BREAK_ONCE in tokens:
@@ -138,5 +150,5 @@ class StepEngine:
             raise ZeroDivisionError("secret detail")
         self.policy = policy
 
-    def close(self) -> None:
-        self.closed = True
+    def close(self, *, lost: bool = False) -> None:
+        self.closed, self.abandoned = True, lost

@@ -73,5 +73,9 @@ class Follower:
     def end(self) -> None:
         """See to it that it is gone."""
         if self.how_it_ended(_END_SECONDS) is None:
-            self._child.kill()
-            self._child.wait()
+            self.kill()
+
+    def kill(self) -> None:
+        """End it now; nothing is asked of it."""
+        self._child.kill()
+        self._child.wait()

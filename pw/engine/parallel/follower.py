@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import shutil
 import signal
 import socket
 import sys
+from typing import NoReturn
 
 import torch
 
@@ -23,7 +23,7 @@ from pw.engine.parallel.group import RankGroup
 from pw.engine.parallel.seat import Seat
 from pw.engine.parallel.team import plan_digest
 from pw.engine.process import wire
-from pw.engine.process.worker import end_with_the_other_end
+from pw.engine.process.worker import end_with_the_other_end, leave
 from pw.engine.start.ground import device_of, lay_ground
 from pw.errors import PwError
 
@@ -75,23 +75,23 @@ def main(arguments: list[str]) -> int:
         logs.configure(order.logs.level, order.logs.style)
         follow(order, link)
     except (EOFError, ConnectionError):
+        _tidy(order)
         return 0
-    except PwError as error:
-        _say_lost(link, messages.Lost(type(error).__name__, error.message, error.hint))
     except Exception as error:
-        logger.exception("a rank stopped at a fault of its own")
-        _say_lost(link, messages.Lost("", f"{type(error).__name__}: {error}"))
-    finally:
-        if isinstance(order, messages.Follow):  # where rank 0 was killed, nobody else tidies up
-            shutil.rmtree(order.folder, ignore_errors=True)
-    return 1
+        _say_lost(link, error)
+        _tidy(order)
+        leave(1)  # while the error holds all that took part in it
 
 
-def follow(order: messages.Follow, link: Link) -> None:
+def follow(order: messages.Follow, link: Link) -> NoReturn:
     """Take the seat, load, then make turn after turn until rank 0 has gone.
 
+    At a fault the device is left alone, as it may be lost, and the group is not left: who waits for
+    this rank sees its process end.
+
     Raises:
-        EOFError, ConnectionError: It has.
+        EOFError, ConnectionError: Rank 0 has gone.
+        Exception: A fault of this rank.
     """
     device = device_of(order.config, order.rank)
     if device.type == "cpu":
@@ -110,17 +110,16 @@ def follow(order: messages.Follow, link: Link) -> None:
     link.send(messages.Planned(plan_digest(ground.memory), dense))
     group = RankGroup(seat.rank, seat.size, order.folder, device, config.collective_timeout)
     seat.reduction.connect(group.all_reduce)
+    followed = Followed(ground, group.all_reduce)
     try:
-        followed = Followed(ground, group.all_reduce)
-        try:
-            _make_turns(followed, link, group)
-        finally:
-            followed.release()
-    finally:
-        group.close()  # who waits for this rank is told at once
+        _make_turns(followed, link, group)
+    except (EOFError, ConnectionError):
+        followed.release()
+        group.close()
+        raise
 
 
-def _make_turns(followed: Followed, link: Link, group: RankGroup) -> None:
+def _make_turns(followed: Followed, link: Link, group: RankGroup) -> NoReturn:
     ready = False
     while True:
         message = link.receive()
@@ -144,12 +143,22 @@ def _make_turns(followed: Followed, link: Link, group: RankGroup) -> None:
             followed.compute(message.step)
 
 
-def _say_lost(link: Link, message: messages.Lost) -> None:
+def _say_lost(link: Link, error: Exception) -> None:
+    """Tell rank 0 why this rank ends."""
+    if isinstance(error, PwError):
+        message = messages.Lost(type(error).__name__, error.message, error.hint)
+    else:
+        logger.error("a rank stopped at a fault of its own", exc_info=error)
+        message = messages.Lost("", f"{type(error).__name__}: {error}")
     with contextlib.suppress(OSError):
         link.send(message)
 
 
+def _tidy(order: messages.ToFollower | None) -> None:
+    """Remove the folder where the ranks met: where rank 0 was killed, nobody else does."""
+    if isinstance(order, messages.Follow):
+        shutil.rmtree(order.folder, ignore_errors=True)
+
+
 if __name__ == "__main__":
-    code = main(sys.argv[1:])
-    logging.shutdown()
-    os._exit(code)  # threads of the group may wait for ranks that have gone
+    leave(main(sys.argv[1:]))

@@ -239,6 +239,22 @@ class Team:
             if (how := follower.how_it_ended()) is not None:
                 raise EngineLostError(f"rank {follower.rank} of {self.size} has ended: {how}")
 
+    @contextlib.contextmanager
+    def blaming(self) -> Iterator[None]:
+        """Around all that reads results of a step.
+
+        Sums that were given up leave garbage on the device, on which anything may break.
+
+        Raises:
+            EngineLostError: The others were given up before something broke: it is their loss.
+        """
+        try:
+            yield
+        except Exception as error:
+            if self._given_up:
+                raise EngineLostError(self.reason(error)) from error
+            raise
+
     def reason(self, error: Exception) -> str:
         """Why the ranks do not come together, in a line: a rank that has ended, else the error."""
         for follower in self.followers:
@@ -262,6 +278,13 @@ class Team:
         for follower in self.followers:
             follower.end()
             follower.socket.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def abandon(self) -> None:
+        """End the followers at once, and leave the group as it is: this process ends, too."""
+        self._closed.set()
+        for follower in self.followers:
+            follower.kill()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     # -- inside ----------------------------------------------------------------------------

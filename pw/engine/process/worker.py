@@ -199,8 +199,29 @@ def main(arguments: list[str]) -> int:
         return 0
 
 
-def serve(engine: Engine, sock: socket.socket, queue_timeout: float | None = None) -> int:
+def leave(code: int) -> NoReturn:
+    """End this process as it is, its log flushed.
+
+    Nothing is let go of: threads may wait for ranks that have gone, and where the device is lost
+    the end of a tensor is the end of the process, by SIGABRT.
+    """
+    logging.shutdown()
+    os._exit(code)
+
+
+def serve(
+    engine: Engine,
+    sock: socket.socket,
+    queue_timeout: float | None = None,
+    leave: Callable[[int], object] = leave,
+) -> int:
     """Say that an engine is ready and run it to its end.
+
+    Args:
+        engine: Owned from here on.
+        sock: To the API process.
+        queue_timeout: See `EngineLoop`.
+        leave: Ends this process after a fault, with an exit code.
 
     Returns:
         The exit code.
@@ -215,9 +236,10 @@ def serve(engine: Engine, sock: socket.socket, queue_timeout: float | None = Non
         logger.exception("the engine stopped at a fault of its own")
         with contextlib.suppress(OSError):
             worker.say_failed(error)
+        engine.close(lost=True)
+        leave(1)  # while the error holds all that took part in it
         return 1
-    finally:
-        engine.close()
+    engine.close()
     return 0
 
 
@@ -262,6 +284,4 @@ def end_with_the_other_end(sock: socket.socket) -> None:
 
 
 if __name__ == "__main__":
-    code = main(sys.argv[1:])
-    logging.shutdown()
-    os._exit(code)  # threads may wait for ranks that have gone
+    leave(main(sys.argv[1:]))

@@ -247,6 +247,28 @@ def test_a_rank_that_does_not_come_ends_the_replica(
     engine.close()
 
 
+def test_a_step_that_breaks_when_ranks_were_given_up_ends_the_replica(
+    artifact: Path, threads: list[FollowerThread], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Anywhere in it: what lies on the device then is garbage."""
+    engine = open_engine(artifact, "static:3", **TWO)
+    team, table = engine._parts.team, engine._parts.table
+    assert team is not None
+    assert table is not None
+
+    def broken() -> None:
+        raise RuntimeError("device-side assert triggered")
+
+    monkeypatch.setattr(table, "publish", broken)
+    engine.add_request("a", random_prompt(5, 0), GREEDY)
+    with pytest.raises(RuntimeError, match="device-side assert"):
+        engine.step()  # of a step, not of the engine
+    team._given_up = True
+    with pytest.raises(EngineLostError, match="the 2 ranks do not come together: RuntimeError"):
+        engine.step()
+    engine.close()
+
+
 def test_a_rank_that_breaks_ends_the_replica_with_its_reason(
     artifact: Path, threads: list[FollowerThread]
 ) -> None:

@@ -92,6 +92,28 @@ def test_a_wait_ends_with_the_rank_that_it_waits_for(
     team.close()
 
 
+def test_what_breaks_on_sums_that_were_given_up_is_blamed_on_the_lost_rank(
+    sockets: tuple[socket.socket, socket.socket], tmp_path: Path
+) -> None:
+    team, child, device = make(sockets, tmp_path, 240.0)
+    error = RuntimeError("device-side assert triggered")
+
+    def step(kill: bool) -> None:
+        with team.blaming(), team.watched():
+            if kill:
+                child.end(-9)
+                device.synchronize()
+            raise error
+
+    with pytest.raises(RuntimeError, match="device-side assert"):
+        step(kill=False)
+    with pytest.raises(EngineLostError, match="rank 1 of 2 has ended: SIGKILL") as caught:
+        step(kill=True)
+    assert caught.value.__cause__ is error
+    team.abandon()
+    assert not (tmp_path / "ranks").exists()
+
+
 def test_a_wait_ends_when_a_rank_is_late(
     sockets: tuple[socket.socket, socket.socket], tmp_path: Path
 ) -> None:
