@@ -70,12 +70,7 @@ def fused_moe(
     Raises:
         ValueError: The named backend cannot take these arguments, or is not installed.
     """
-    plain = (
-        isinstance(activation, str)
-        and activation in reference.ACTIVATIONS
-        and gate_up.rows == 2 * down.cols
-        and lut_dtype in (torch.bfloat16, torch.float16)
-    )
+    plain = _plain(gate_up, down, lut_dtype, activation)
     fits_triton = plain and observer is None
     name = _choose(
         backend,
@@ -239,6 +234,26 @@ def write_kv(
     module.write_kv(k, v, k_pages, v_pages, slots)
 
 
+def compiles(
+    x: Tensor,
+    topk_ids: Tensor,
+    arena: Tensor,
+    gate_up: WeightPages,
+    down: WeightPages,
+    *,
+    lut_dtype: torch.dtype,
+    activation: Activation,
+) -> bool:
+    """Whether `fused_moe` launches for these only what is compiled at run time."""
+    plain = _plain(gate_up, down, lut_dtype, activation)
+    if not (plain and _fits_cuda(x, arena, gate_up, down, lut_dtype)):
+        return False
+    cuda_moe, slots, experts = _module("cuda_moe"), topk_ids.numel(), gate_up.experts
+    assert cuda_moe is not None  # it says that it fits
+    few = slots < cuda_moe.PROMPT_SLOTS * experts
+    return few or cuda_moe.cuda_prompts.wins(slots, experts, x.device)  # type: ignore[no-any-return]
+
+
 class Rehearsed(Protocol):
     """What a rehearsal has found."""
 
@@ -252,6 +267,18 @@ def rehearsal(device: torch.device) -> AbstractContextManager[Rehearsed | None]:
     """
     module = _module("nvrtc") if device.type == "cuda" else None
     return nullcontext() if module is None else module.Rehearsal()
+
+
+def _plain(
+    gate_up: WeightPages, down: WeightPages, lut_dtype: torch.dtype, activation: Activation
+) -> bool:
+    """Whether experts are such as all fast kernels take."""
+    return (
+        isinstance(activation, str)
+        and activation in reference.ACTIVATIONS
+        and gate_up.rows == 2 * down.cols
+        and lut_dtype in (torch.bfloat16, torch.float16)
+    )
 
 
 def _fits_cuda(

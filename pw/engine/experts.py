@@ -21,7 +21,7 @@ from pw.memory.arena import Arena
 from pw.memory.page_table import WeightPageTable
 from pw.memory.small_copies import to_host
 from pw.models.experts import Activation
-from pw_kernels.dispatch import dense_moe, fused_moe
+from pw_kernels.dispatch import compiles, dense_moe, fused_moe
 from pw_kernels.pages import WeightPages
 from pw_kernels.reference import Observer
 
@@ -37,6 +37,9 @@ class RoutedExperts(Protocol):
         self, slot: int, _module: nn.Module, x: Tensor, ids: Tensor, weights: Tensor
     ) -> Tensor:
         """Experts of one MoE layer: x [T, H], ids [T, k] int64, weights [T, k] -> [T, H]."""
+
+    def rehearse(self, tokens: int, dtype: torch.dtype) -> None:
+        """Launch what prompts of so many tokens launch and is compiled at run time, on nothing."""
 
 
 class RoutingCounter:
@@ -72,7 +75,7 @@ class PagedExperts:
         self.batch: Batch | None = None
         self._arena = arena
         self._activations, self._biases = activations, biases
-        self._lut_dtype, self._counter = lut_dtype, counter
+        self._lut_dtype, self._counter, self._top_k = lut_dtype, counter, table.geometry.top_k
         self._pages: list[tuple[WeightPages, WeightPages]] = [
             (table.pages_of(slot, "gate_up"), table.pages_of(slot, "down"))
             for slot in range(len(table.geometry.layers))
@@ -104,6 +107,21 @@ class PagedExperts:
             statistics=None if self._counter is None else self._counter.sums[slot],
             live=live,
         )
+
+    @torch.inference_mode()
+    def rehearse(self, tokens: int, dtype: torch.dtype) -> None:
+        """See `RoutedExperts`."""
+        pages, device = self._arena.pages, self._arena.pages.device
+        kinds: dict[tuple[Activation, bool, bool], int] = {}  # a layer of each
+        for slot, activation in enumerate(self._activations):
+            gate_up_bias, down_bias = self._biases[slot]
+            kinds.setdefault((activation, gate_up_bias is None, down_bias is None), slot)
+        x = torch.zeros(tokens, self._pages[0][0].cols, dtype=dtype, device=device)
+        ids = torch.zeros(tokens, self._top_k, dtype=torch.int64, device=device)
+        for (activation, *_), slot in kinds.items():
+            call = (x, ids, pages, *self._pages[slot])
+            if compiles(*call, lut_dtype=self._lut_dtype, activation=activation):
+                self(slot, nn.Identity(), x, ids, ids.float())
 
     @staticmethod
     def _observe_prompts(slot: int, x: Tensor, spans: Sequence[PrefillSpan]) -> Observer | None:
@@ -164,3 +182,6 @@ class DenseExperts:
             down_bias=down_bias,
             live=None if self.batch is None else self.batch.live,
         )
+
+    def rehearse(self, tokens: int, dtype: torch.dtype) -> None:
+        """See `RoutedExperts`. No such kernel is launched here."""

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pw.engine import Engine
+from pw.engine import experts as experts_module
 from pw.engine.graphs import start
 from pw.engine.graphs.capture import Step, eager
 from pw.engine.graphs.decode import DecodeSteps, bucket_sizes
@@ -262,7 +263,8 @@ def test_kernels_are_compiled_before_steps_are_captured(
 ) -> None:
     engine = open_engine(qwen[1], "static:4")
     runner, log = engine._parts.runner, []
-    called = runner._experts.__call__
+    experts: Any = runner._experts
+    called = experts.__call__
 
     class Rehearsal:
         compiled, folder = 3, Path("cache")
@@ -274,7 +276,7 @@ def test_kernels_are_compiled_before_steps_are_captured(
         def __exit__(self, *_: object) -> None:
             log.append("compiled")
 
-    def experts(slot: int, module: Any, x: Tensor, *rest: Tensor) -> Tensor:
+    def noted(slot: int, module: Any, x: Tensor, *rest: Tensor) -> Tensor:
         log.append(len(x))
         return called(slot, module, x, *rest)
 
@@ -283,9 +285,10 @@ def test_kernels_are_compiled_before_steps_are_captured(
         return eager
 
     monkeypatch.setattr(start, "rehearsal", lambda _: Rehearsal())
-    monkeypatch.setattr(type(runner._experts), "__call__", lambda _, *args: experts(*args))
+    monkeypatch.setattr(experts_module, "compiles", lambda x, *_, **__: x.dtype == torch.float32)
+    monkeypatch.setattr(type(experts), "__call__", lambda _, *args: noted(*args))
     with caplog.at_level(logging.INFO):
-        start.capture_steps(runner._skeleton, runner._experts, engine._parts.kv, 4, new_capture)
+        start.capture_steps(runner._skeleton, experts, engine._parts.kv, 4, new_capture)
     layers = len(runner._skeleton.geometry.layers)
     steps = [size for size in (4, 2, 1) for _ in range(layers)]
     assert log == ["rehearsal", *steps, *start.prompt_sizes(32), "compiled", "capture"]

@@ -58,14 +58,14 @@ def capture_steps(
 def _compile(skeleton: Skeleton, experts: RoutedExperts, kv: KvCache, most: int) -> None:
     """Go through decode steps of up to `most` sequences and the experts of prompts of all lengths.
 
-    What is compiled at run time is compiled by several threads at a time; other kernels run, on
-    padding and zeros, and are compiled by that.
+    What is compiled at run time is compiled by several threads at a time; the other kernels of
+    decode steps run, on padding, and are compiled by that.
     """
     started = time.monotonic()
     with rehearsal(skeleton.device) as kernels:
         DecodeSteps(skeleton, experts, kv, most, _once)
         for tokens in prompt_sizes(kv.chunk_tokens):
-            _call_experts(skeleton, experts, tokens)
+            experts.rehearse(tokens, skeleton.dtype)
     if kernels is not None and kernels.compiled:
         logger.info(
             "compiled %d kernels in %.1f s, kept in %s",
@@ -84,17 +84,3 @@ def prompt_sizes(most: int) -> list[int]:
 def _once(step: Step) -> Step:
     step()
     return step
-
-
-@torch.inference_mode()
-def _call_experts(skeleton: Skeleton, experts: RoutedExperts, tokens: int) -> None:
-    """Call the experts of one layer of each kind, on numbers that mean nothing."""
-    device, top_k = skeleton.device, skeleton.geometry.top_k
-    x = torch.zeros(tokens, skeleton.hidden_size, dtype=skeleton.dtype, device=device)
-    ids = torch.zeros(tokens, top_k, dtype=torch.int64, device=device)
-    weights = torch.zeros(tokens, top_k, device=device)
-    kinds: dict[object, int] = {}
-    for slot, activation in enumerate(skeleton.activations):
-        kinds.setdefault((activation, *(bias is None for bias in skeleton.biases[slot])), slot)
-    for slot in kinds.values():
-        experts(slot, skeleton.model, x, ids, weights)

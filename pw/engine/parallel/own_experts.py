@@ -43,3 +43,7 @@ class OwnExperts:
             count_routing(self._counter.sums[slot], counted, weights)
         own = torch.index_select(self._local[slot], 0, ids.flatten()).view(ids.shape)
         return self._inner(slot, _module, x, own, weights)
+
+    def rehearse(self, tokens: int, dtype: torch.dtype) -> None:
+        """See `RoutedExperts`."""
+        self._inner.rehearse(tokens, dtype)
