@@ -4,14 +4,15 @@
     python kernels/bench/ranks.py --cases 32:4:1 32:4:2 32:4:2e --batches 1 8 32
     python kernels/bench/ranks.py --cases 32:4:1=64,64:4:1@1=122 32:4:2,64:4:2
 
-A case is LAYERS:BITS:RANKS, then perhaps `e` for --enable-expert-parallel or `m` for planes that
-move (cycles of pressure on an adaptive engine of at most so many bits), @DEVICE where there is one
-rank, =GiB of memory for each rank. Each runs in a process of its own; those with commas between
-them start at the same time, and are measured in turn. Weights are random, in the shape of a config.
-Requests start with a context that counts as computed: their KV pages are taken and hold whatever
-the arena held. Decode steps are timed as their caller sees them (median), from CUDA graphs,
-launched ahead. What a step's time goes to is rank 0's, by kernel, from torch's profiler over some
-steps more; kernels overlap, so that their sum may exceed the step.
+A case is LAYERS:BITS:RANKS, then perhaps `e` for --enable-expert-parallel, `m` for planes that move
+(cycles of pressure on an adaptive engine of at most so many bits), `p` for small sums over
+symmetric memory, @DEVICE where there is one rank, =GiB of memory for each rank. Each runs in a
+process of its own; those with commas between them start at the same time, and are measured in turn.
+Weights are random, in the shape of a config. Requests start with a context that counts as computed:
+their KV pages are taken and hold whatever the arena held. Decode steps are timed as their caller
+sees them (median), from CUDA graphs, launched ahead. What a step's time goes to is rank 0's, by
+kernel, from torch's profiler over some steps more; kernels overlap, so that their sum may exceed
+the step. How many experts a layer reads, and the busiest rank of them, is looked at in one step.
 """
 
 import argparse
@@ -19,6 +20,7 @@ import dataclasses
 import gc
 import json
 import logging
+import os
 import re
 import statistics
 import subprocess
@@ -26,15 +28,18 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor, nn
 
 from pw.config import EngineConfig, PlannerConfig, PrecisionPolicy
 from pw.engine import Engine
+from pw.engine.experts import RoutedExperts
 from pw.engine.request import EngineStatus, SamplingParams
 from pw.evaluation.bench.squeeze import Squeeze, SqueezeRun, tight_budget
 from pw.memory.prefix_cache import PrefixMatch
@@ -57,14 +62,14 @@ class Case:
     layers: int
     bits: int
     ranks: int
-    kind: str  # "", "e" or "m"
+    kind: str  # some of "e", "m", "p"
     device: str
     budget: int | None  # bytes
 
     @classmethod
     def parse(cls, text: str) -> "Case":
         """From the command line."""
-        found = re.fullmatch(r"(\d+):(\d+):(\d+)([em]?)(?:@(\d+))?(?:=(\d+))?", text)
+        found = re.fullmatch(r"(\d+):(\d+):(\d+)([emp]*)(?:@(\d+))?(?:=(\d+))?", text)
         if found is None:
             raise SystemExit(f"not a case: `{text}`")
         layers, bits, ranks, kind, device, budget = found.groups()
@@ -80,7 +85,7 @@ class Case:
             "device": self.device,
             "load_format": "dummy",
             "tensor_parallel_size": self.ranks,
-            "enable_expert_parallel": self.kind == "e",
+            "enable_expert_parallel": "e" in self.kind,
             "memory_budget": self.budget,
             "max_num_seqs": max(options.batches),
             "max_model_len": options.context + WARM + options.steps + PROFILED + SPARE,
@@ -108,7 +113,7 @@ def decode(engine: Engine, batch: int, options: argparse.Namespace) -> dict[str,
     if len(engine._parts.scheduler.running) < batch:
         raise SystemExit(f"{batch} sequences of {options.context} tokens do not fit at once")
     status = engine.status()
-    kernels = profile(engine)
+    kernels, routed = profile(engine), routing(engine)
     for number in range(batch):
         engine.abort(f"{number}")
     median = statistics.median(times)
@@ -118,6 +123,7 @@ def decode(engine: Engine, batch: int, options: argparse.Namespace) -> dict[str,
         "step_p99_ms": float(np.percentile(times, 99)),
         "tokens_per_second": batch / median * 1e3,
         "kernels_ms": kernels,
+        "routing": routed,
         "bytes_by_rank": by_rank(status),
     }
 
@@ -139,6 +145,56 @@ def profile(engine: Engine) -> dict[str, float]:
         if event.self_device_time_total
     }
     return dict(sorted(found.items(), key=lambda item: -item[1]))
+
+
+class Watch:
+    """Experts that note who of so many is asked. For a step by calls: graphs come not by here."""
+
+    def __init__(self, experts: RoutedExperts, count: int) -> None:
+        self._experts, self._count, self.batch = experts, count, experts.batch
+        self.asked: dict[int, list[int]] = {}  # [E] tokens of each expert, by layer
+
+    def __call__(
+        self, slot: int, module: nn.Module, x: Tensor, ids: Tensor, weights: Tensor
+    ) -> Tensor:
+        """See `RoutedExperts`."""
+        counts = np.bincount(ids.flatten().cpu().numpy(), minlength=self._count)
+        self.asked[slot] = counts.tolist()
+        self._experts.batch = self.batch
+        return self._experts(slot, module, x, ids, weights)
+
+
+def routing(engine: Engine) -> dict[str, float]:
+    """Experts that a layer reads in the next step: all of it, and the rank that reads most.
+
+    Rank 0 makes that step by calls, the others as always: their sums are the same.
+    """
+    parts = engine._parts
+    runner, steps, experts = parts.runner, parts.runner.steps, parts.runner._experts
+    whole = parts.skeleton.geometry if parts.share is None else parts.share.whole
+    watch = Watch(experts, whole.experts)
+    runner.steps, runner._experts = None, watch
+    parts.skeleton.bind_experts(watch)
+    try:
+        for _ in range(3):  # the next one is on its way
+            engine.step()
+    finally:
+        runner.steps, runner._experts, experts.batch = steps, experts, None
+        parts.skeleton.bind_experts(experts)
+    placed = None if parts.share is None else parts.share.placed
+    asked = np.array([watch.asked[slot] for slot in sorted(watch.asked)])  # [L, E]
+    most = (asked > 0).sum(1)
+    tokens = asked.sum(1)
+    if placed is not None:
+        by_rank = np.take_along_axis(asked[:, None], placed.reshape(len(placed), 1, -1), 2)
+        by_rank = by_rank.reshape(placed.shape)  # [L, e, R]
+        most, tokens = (by_rank > 0).sum(1).max(1), by_rank.sum(1).max(1)
+    return {
+        "experts": float((asked > 0).sum(1).mean()),
+        "busiest_rank_experts": float(most.mean()),
+        "busiest_rank_slots": float(tokens.mean()),
+        "busiest_expert_slots": float(asked.max(1).mean()),
+    }
 
 
 def prefill(engine: Engine, options: argparse.Namespace) -> dict[str, float]:
@@ -209,7 +265,7 @@ def run_case(text: str, options: argparse.Namespace) -> None:
         layers = {"num_hidden_layers": case.layers}
         write_folder(CONFIGS / f"{options.model}.json", folder, layers)
         began = time.perf_counter()
-        if case.kind == "m":
+        if "m" in case.kind:
             engine = squeezed(folder, case, options)
         else:
             engine = Engine.from_artifact(folder, EngineConfig(**case.settings(options)))
@@ -220,7 +276,7 @@ def run_case(text: str, options: argparse.Namespace) -> None:
             print("ready", flush=True)
             sys.stdin.readline()
             result: dict[str, Any] = {"case": case.name, "start_seconds": started}
-            if case.kind == "m":
+            if "m" in case.kind:
                 result["squeeze"] = squeeze(engine, options)
             else:
                 result |= steps(engine, case, options)
@@ -241,8 +297,12 @@ class Started:
     def __init__(self, text: str, arguments: list[str], folder: Path) -> None:
         self.text, self._result = text, folder / f"{text}.json"
         command = [sys.executable, __file__, *arguments, "--case", text, "--json", self._result]
+        peers = {"PW_PEER_SUMS": "1"} if "p" in Case.parse(text).kind else {}
         self._child = subprocess.Popen(
-            list(map(str, command)), stdin=subprocess.PIPE, stdout=subprocess.PIPE
+            list(map(str, command)),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=os.environ | peers,
         )
         assert self._child.stdout is not None
         self._ready = threading.Thread(target=self._child.stdout.readline, daemon=True)
@@ -265,20 +325,23 @@ class Started:
         self._ready.join(seconds)
 
 
-def run_together(texts: list[str], arguments: list[str], seconds: float) -> list[dict[str, Any]]:
+def run_together(
+    texts: list[str], arguments: list[str], options: argparse.Namespace
+) -> Iterator[dict[str, Any]]:
     """Start cases at the same time, measure them in turn."""
-    results = []
+    seconds = options.seconds
     with tempfile.TemporaryDirectory() as temporary:
         cases = [Started(text, arguments, Path(temporary)) for text in texts]
         end = time.monotonic() + seconds
         for case in cases:
             case.wait_until_ready(end - time.monotonic())
+        while options.after and not options.after.exists() and time.monotonic() < end:
+            time.sleep(0.1)
         for case in cases:
             result = case.measure(seconds)
             if result is not None:
                 show(result)
-                results.append(result)
-    return results
+                yield result
 
 
 def show(result: dict[str, Any]) -> None:
@@ -289,7 +352,8 @@ def show(result: dict[str, Any]) -> None:
         print(
             f"| {result['case']} | {row['batch']} | {row['step_ms']:.2f} "
             f"| {row['tokens_per_second']:.0f} | {total:.2f} "
-            f"| {sum(ms for name, ms in kernels.items() if is_sum(name)):.2f} |",
+            f"| {sum(ms for name, ms in kernels.items() if is_sum(name)):.2f} "
+            f"| {row['routing']['experts']:.2f}, {row['routing']['busiest_rank_experts']:.2f} |",
             flush=True,
         )
     if "prefill" in result:
@@ -316,19 +380,24 @@ def main() -> None:
     parser.add_argument("--cycles", type=int, default=3, help="of planes that move")
     parser.add_argument("--prefill", action="store_true", help="time a prompt, too")
     parser.add_argument("--seconds", type=float, default=120.0, help="for a start, for figures")
+    parser.add_argument("--after", type=Path, help="measure when this file exists")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--case", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.case:
         run_case(options.case, options)
         return
-    print("| layers:bits:ranks | batch | ms a step | tokens/s | kernels, ms | of it sums, ms |")
-    print("|---" * 6 + "|", flush=True)
+    print(
+        "| layers:bits:ranks | batch | ms a step | tokens/s | kernels, ms | of it sums, ms "
+        "| experts of a layer, busiest rank |"
+    )
+    print("|---" * 7 + "|", flush=True)
     results: list[dict[str, Any]] = []
     for group in options.cases:
-        results += run_together(group.split(","), sys.argv[1:], options.seconds)
-        if options.json:
-            write(results, options)
+        for result in run_together(group.split(","), sys.argv[1:], options):
+            results.append(result)
+            if options.json:
+                write(results, options)
     for result in results:
         for row in result.get("decode", [])[:1]:
             print(f"{result['case']}, batch {row['batch']}, ms a step by kernel:")
