@@ -231,6 +231,7 @@ def _fit_layers(
     started = time.perf_counter()
     work = [(layer, module) for layer in checkpoint.geometry.layers for module in MODULES]
     left = [pair for pair in work if not writer.done(*pair)]
+    _say_what_is_there(writer, len(work), left, progress)
     costs = [float(checkpoint.geometry.shape(module).weights) for _, module in left]
     mine = {left[index] for index in ranks.own(costs)}
     fitter = BlockFitter(writer, checkpoint, mine, device, focus, behind)
@@ -258,6 +259,19 @@ def _fit_layers(
     return moments, {"reading": reading, "fitting": fitter.seconds}
 
 
+def _say_what_is_there(
+    writer: ArtifactWriter, whole: int, left: list[tuple[int, Module]], progress: Progress
+) -> None:
+    """Say that a run goes on, and from where."""
+    if writer.complete or len(left) == whole:
+        return
+    following = f"next is layer {left[0][0]} {left[0][1]}" if left else "they need publishing only"
+    progress.note(
+        f"quantize: goes on from `{writer.path}.partial`: {whole - len(left)} of {whole} (layer, "
+        f"module) pairs are there, {following}"
+    )
+
+
 def _read(
     writer: ArtifactWriter,
     checkpoint: Checkpoint,
@@ -282,6 +296,7 @@ def _read(
     if layers and savepoint.done() > min(layers):  # somebody removed blocks, not the savepoint
         savepoint.clear()
     model = ObservedModel(checkpoint, str(fitter.device), scratch=writer.path.parent)
+    savepoint.tell(QUANTIZE, model.layers, progress)
     windows = samples.windows
 
     def give(layer: int, moments: Moments, hessians: Mapping[Module, Tensor]) -> None:
@@ -299,8 +314,10 @@ def _read(
                 hessians=layers if config.codebook == "joint" else (),
                 advance=advance, savepoint=savepoint, ranks=ranks,
             )  # fmt: skip
-    except ModelError:  # name the weights at fault where it is they
-        refuse_infinite(checkpoint, list(checkpoint.geometry.keys()), checkpoint.expert_weight)
+    except (ConfigError, ModelError) as error:
+        savepoint.clear()  # equal inputs would end here again
+        if isinstance(error, ModelError):  # name the weights at fault where it is they
+            refuse_infinite(checkpoint, list(checkpoint.geometry.keys()), checkpoint.expert_weight)
         raise
     ranks.wait()
     savepoint.clear()

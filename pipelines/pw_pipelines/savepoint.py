@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from pw.store.files import fsync_file, remove_tree
+from pw_pipelines.progress import Progress
 from pw_pipelines.ranks import ALONE, Ranks
 
 _SUMS = "sums.safetensors"
@@ -56,6 +57,14 @@ class Savepoint:
         identity = self._folder / _IDENTITY
         own = identity.is_file() and identity.read_text() == self._identity
         return self._ranks.least(max(self._done(_SUMS), self._done(_BEFORE)) if own else 0)
+
+    def tell(self, command: str, steps: int, progress: Progress) -> None:
+        """Say where the reading of a command goes on, if it does; it has so many steps in all."""
+        if done := self.done():
+            progress.note(
+                f"{command}: goes on from `{self._folder}`: {done} of {steps} passes of layers "
+                f"are done"
+            )
 
     def open(self) -> tuple[int, dict[str, Tensor]]:
         """Steps done by an earlier run with these inputs, and what it had measured; 0 if none.

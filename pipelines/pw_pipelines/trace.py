@@ -203,6 +203,7 @@ def _measure(
         PromptTraces(artifact.geometry, scores, batch.shape[0], batch.shape[1], model.device)
         for batch in batches(own, model.device)
     ]
+    savepoint.tell("trace", model.layers, progress)
     with progress.stage("trace", own.shape[0] * model.layers, "prompts x layers") as advance:
         model.read(own, traces, advance=advance, savepoint=savepoint)
     arrays: dict[str, NDArray[np.generic]] = {}

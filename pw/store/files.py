@@ -238,6 +238,11 @@ class WriteLock:
     ) -> None:
         self.release()
 
+    @property
+    def held(self) -> bool:
+        """Whether this process may write."""
+        return self._descriptor >= 0
+
     def acquire(self) -> None:
         """Take the lock at once or not at all.
 

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from pw.errors import StoreError
+from pw.errors import StaleStageError, StoreError
 from pw.store.artifact import QUANTIZE
 from pw.store.files import fsync_folder, read_bounded, remove_tree
 from pw.store.manifest import MANIFEST, BlockSums, Manifest, plain
@@ -68,13 +68,18 @@ def refuse_other(folder: Path, found: Manifest, wanted: Manifest) -> None:
     refuse_changes(folder, QUANTIZE, _identity(found), _identity(wanted))
 
 
+def anything_done(partial: Path, draft: Manifest) -> bool:
+    """Whether a build has finished what took work: blocks or a table. Copied files do not count."""
+    return len(draft.stages) > 1 or any((partial / BUILD / "blocks").glob("*.json"))
+
+
 def resumable(partial: Path, wanted: Manifest, overwrite: bool) -> Manifest | None:
     """The draft of an earlier run that `wanted` may go on with; None to start afresh.
 
     Blocks of two versions of this program do not mix.
 
     Raises:
-        StaleStageError: It has other settings, and `overwrite` is false.
+        StaleStageError: It has other settings and has done something, and `overwrite` is false.
         StoreError: It is damaged, and `overwrite` is false.
     """
     draft = partial / BUILD / DRAFT
@@ -85,7 +90,8 @@ def resumable(partial: Path, wanted: Manifest, overwrite: bool) -> Manifest | No
         old, new = {"tool_version": found.tool_version}, {"tool_version": wanted.tool_version}
         refuse_changes(partial, QUANTIZE, old | _identity(found), new | _identity(wanted))
     except StoreError as error:
-        if overwrite:
+        stale = isinstance(error, StaleStageError)
+        if overwrite or (stale and not anything_done(partial, found)):
             return None
         error.hint = error.hint or "pass `--overwrite` to start again"
         raise

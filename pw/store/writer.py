@@ -27,7 +27,7 @@ from torch import Tensor
 
 import pw
 from pw.blocks import ExpertGeometry, Module
-from pw.errors import StoreError
+from pw.errors import PartialResultError, PwError, StoreError
 from pw.store.artifact import DENSE, QUANTIZE, Artifact
 from pw.store.files import (
     WriteLock,
@@ -68,6 +68,7 @@ from pw.store.planes import (
 from pw.store.publish import (
     BUILD,
     DRAFT,
+    anything_done,
     make_folder,
     read_record,
     refuse_other,
@@ -197,7 +198,14 @@ class ArtifactWriter:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        if isinstance(error, PwError) and not isinstance(error, PartialResultError):
+            self._leave_nothing_empty()
         self.close()
+
+    def _leave_nothing_empty(self) -> None:
+        """Remove the folder of a run that was refused before it had done anything."""
+        if self._lock.held and not self.complete and not anything_done(self._folder, self.manifest):
+            remove_tree(self._folder)
 
     def close(self) -> None:
         """Let others write; what is done stays for a later run."""

@@ -22,7 +22,7 @@ from pw.models.tokenizer import load_tokenizer
 from pw.store.artifact import Artifact
 from pw.store.writer import ArtifactWriter
 from pw_kernels.bitplane import unpack_planes
-from pw_pipelines import activations, fitting, quantize
+from pw_pipelines import activations, fitting, quantize, sensitivity, trace
 from pw_pipelines.calibration import calibration_set
 from pw_pipelines.codebook import fit_codebook
 from pw_pipelines.fitting import quantize_blocks
@@ -178,9 +178,11 @@ def test_killed_and_resumed_gives_the_same_bytes(small: Small, tmp_path: Path) -
         partial = out.with_name(f"{survived}.pw.partial")
         assert not out.exists()
         assert partial.exists()
-        quantize.run(small.model, out, small.config, QUIET)
+        told = io.StringIO()
+        quantize.run(small.model, out, small.config, Progress(Style.PLAIN, stream=told))
         assert tree_digests(out) == tree_digests(small.artifact)
         assert not partial.exists()
+        assert (f"{survived} of 6 (layer, module) pairs" in told.getvalue()) == (survived > 0)
 
 
 def test_experts_that_no_token_reaches(tmp_path: Path) -> None:
@@ -217,14 +219,24 @@ def test_experts_that_no_token_reaches(tmp_path: Path) -> None:
         quantize.run(str(folder), tmp_path / "strict.pw", strict, QUIET)
 
 
-def test_a_checkpoint_with_infinite_weights_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("block", "left"),
+    [("layer 0 expert 2 gate_up", set()), ("layer 1 expert 2 down", {"a.pw.partial"})],
+)
+def test_a_checkpoint_with_infinite_weights_is_refused(
+    block: str, left: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What had been written before stays; where there is nothing, there is no folder either."""
+    monkeypatch.setattr(activations, "MEMORY_BYTES", 0)
     model = random_checkpoint(tmp_path / "model", "mixtral")
+    experts = model.model.layers[int(block[6])].mlp.experts
     with torch.no_grad():
-        model.model.layers[1].mlp.experts.down_proj[2, 0, 0] = torch.inf
+        getattr(experts, f"{block.split()[-1]}_proj")[2, 0, 0] = torch.inf
     model.save_pretrained(tmp_path / "model")
     config = QuantizeConfig(max_bits=4, calibration=calibration(tmp_path))
-    with pytest.raises(ModelError, match="weights of layer 1 expert 2 down are not finite"):
+    with pytest.raises(ModelError, match=f"weights of {block} are not finite"):
         quantize.run(str(tmp_path / "model"), tmp_path / "a.pw", config, QUIET)
+    assert {file.name for file in tmp_path.glob("a.pw*")} == left
 
 
 def test_tables_of_a_float32_checkpoint_are_float16_where_the_weights_fit(tmp_path: Path) -> None:
@@ -283,10 +295,42 @@ def test_a_stopped_run_reads_on_from_the_layer_it_was_at(
         return layer(self, index, *arguments)
 
     monkeypatch.setattr(LayeredModel, "layer", noted)
-    quantize.run(small.model, tmp_path / "a.pw", config, QUIET)
+    told = io.StringIO()
+    quantize.run(small.model, tmp_path / "a.pw", config, Progress(Style.PLAIN, stream=told))
     assert set(read) == {1, 2}
+    assert (
+        f"quantize: goes on from `{tmp_path / 'a.pw.partial'}`: 3 of 6 (layer, module) pairs are "
+        "there, next is layer 1 down\n"
+        f"quantize: goes on from `{tmp_path / 'a.pw.work' / 'quantize'}`: 1 of 3 passes of layers "
+        "are done\n"
+    ) in told.getvalue()
     assert tree_digests(tmp_path / "a.pw") == tree_digests(tmp_path / "clean.pw")
     assert not (tmp_path / "a.pw.work").exists()
+
+
+def test_the_stages_that_follow_say_where_they_go_on(
+    small: Small, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(activations, "MEMORY_BYTES", 0)
+    artifact = Path(shutil.copytree(small.artifact, tmp_path / "a.pw"))
+    save, text = Savepoint.save, small.config.calibration
+
+    def stop(savepoint: Savepoint, done: int, tensors: Any) -> None:
+        save(savepoint, done, tensors)
+        if done == 2:
+            raise KeyboardInterrupt
+
+    for stage, name, steps in ((sensitivity, "sensitivity", 6), (trace, "routing", 3)):
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(Savepoint, "save", stop)
+            stage.run(artifact, text, QUIET, model=small.model)
+        told = io.StringIO()
+        stage.run(artifact, text, Progress(Style.PLAIN, stream=told), model=small.model)
+        work = tmp_path / "a.pw.work" / name
+        assert (
+            f"{stage.__name__.split('.')[-1]}: goes on from `{work}`: 2 of {steps} passes of layers"
+            in told.getvalue()
+        )
 
 
 def test_a_savepoint_without_its_blocks_is_not_believed(

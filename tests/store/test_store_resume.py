@@ -14,7 +14,7 @@ import torch
 
 import pw
 from pw.blocks import MODULES, BlockKey
-from pw.errors import StaleStageError, StoreError
+from pw.errors import ModelError, PartialResultError, StaleStageError, StoreError
 from pw.store import Artifact, ModelRecord
 from pw_kernels.bitplane import pack_planes, plane_bytes
 from support import store_crash
@@ -87,7 +87,8 @@ def test_changed_settings_are_refused_with_both_values(
 ) -> None:
     path = copy if finished else tmp_path / "x.pw"
     if not finished:
-        sample.open(path).close()
+        with sample.open(path) as writer:
+            sample.write_blocks(writer, 2, "down")
     before = tree_hash(tmp_path)
     with pytest.raises(StaleStageError) as refusal:
         sample.open(path, **changes)
@@ -95,6 +96,36 @@ def test_changed_settings_are_refused_with_both_values(
     assert f"now {new}" in refusal.value.message
     assert "--overwrite" in refusal.value.hint
     assert tree_hash(tmp_path) == before
+
+
+def test_work_of_other_settings_that_has_done_nothing_is_in_nobodys_way(
+    sample: Sample, tmp_path: Path, built: Artifact
+) -> None:
+    writer = sample.open(tmp_path / "x.pw", settings={"min_bits": 3})
+    writer.write_dense(sample.dense_sources())  # a copy of what is there already
+    writer.close()
+    assert tree_hash(sample.build(tmp_path / "x.pw").path) == tree_hash(built.path)
+
+
+@pytest.mark.parametrize(
+    ("error", "left"),
+    [
+        (ModelError("refused"), False),
+        (PartialResultError("disk full"), True),
+        (KeyboardInterrupt(), True),
+        (ValueError("a bug"), True),
+    ],
+)
+@pytest.mark.parametrize("work", [False, True])
+def test_a_refusal_leaves_no_folder_without_work(
+    sample: Sample, tmp_path: Path, error: BaseException, left: bool, work: bool
+) -> None:
+    with pytest.raises(type(error)), sample.open(tmp_path / "x.pw") as writer:
+        if work:
+            sample.write_blocks(writer, 1, "down")
+        raise error
+    assert (tmp_path / "x.pw.partial").exists() == (left or work)
+    assert not (tmp_path / "x.pw.lock").exists()
 
 
 def test_where_the_model_was_found_is_no_setting(sample: Sample, tmp_path: Path) -> None:
@@ -106,7 +137,8 @@ def test_where_the_model_was_found_is_no_setting(sample: Sample, tmp_path: Path)
 def test_blocks_of_two_versions_do_not_mix(
     sample: Sample, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sample.open(tmp_path / "x.pw").close()
+    with sample.open(tmp_path / "x.pw") as writer:
+        sample.write_blocks(writer, 2, "down")
     monkeypatch.setattr(pw, "__version__", "99.0")
     with pytest.raises(StaleStageError, match=r"tool_version was .* now `99.0`"):
         sample.open(tmp_path / "x.pw")
