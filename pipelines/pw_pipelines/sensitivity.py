@@ -261,9 +261,8 @@ def _measure(
     errors = BlockErrors(blocks, checkpoint, model.expert_weight)
     sums = GradientSums(artifact.geometry, len(blocks.widths), errors, model.device)
     own = part_of(windows, ranks, model.device)
-    savepoint.tell(
-        STAGE, 2 * model.layers - artifact.geometry.layers[0], progress
-    )  # there and back
+    there_and_back = 2 * model.layers - artifact.geometry.layers[0]
+    savepoint.tell(STAGE, there_and_back, progress)
     with progress.stage(STAGE, model.backward_units(own.shape[0]), "samples x layers") as advance:
         add_up = adding_up(sums, artifact.geometry, ranks)
         model.backward(own, sums, advance, savepoint, add_up)

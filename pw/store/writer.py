@@ -198,14 +198,11 @@ class ArtifactWriter:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if isinstance(error, PwError) and not isinstance(error, PartialResultError):
-            self._leave_nothing_empty()
-        self.close()
-
-    def _leave_nothing_empty(self) -> None:
-        """Remove the folder of a run that was refused before it had done anything."""
-        if self._lock.held and not self.complete and not anything_done(self._folder, self.manifest):
+        refused = isinstance(error, PwError) and not isinstance(error, PartialResultError)
+        mine = self._lock.held and not self.complete
+        if refused and mine and not anything_done(self._folder, self.manifest):
             remove_tree(self._folder)
+        self.close()
 
     def close(self) -> None:
         """Let others write; what is done stays for a later run."""

@@ -15,7 +15,7 @@ import torch
 import pw
 from pw.blocks import MODULES, BlockKey
 from pw.errors import ModelError, PartialResultError, StaleStageError, StoreError
-from pw.store import Artifact, ModelRecord
+from pw.store import Artifact, ArtifactWriter, ModelRecord
 from pw_kernels.bitplane import pack_planes, plane_bytes
 from support import store_crash
 from support.store import MAX_BITS, MODEL, SETTINGS, Sample, tree_hash
@@ -120,10 +120,13 @@ def test_work_of_other_settings_that_has_done_nothing_is_in_nobodys_way(
 def test_a_refusal_leaves_no_folder_without_work(
     sample: Sample, tmp_path: Path, error: BaseException, left: bool, work: bool
 ) -> None:
-    with pytest.raises(type(error)), sample.open(tmp_path / "x.pw") as writer:
+    def fail(writer: ArtifactWriter) -> None:
         if work:
             sample.write_blocks(writer, 1, "down")
         raise error
+
+    with pytest.raises(type(error)), sample.open(tmp_path / "x.pw") as writer:
+        fail(writer)
     assert (tmp_path / "x.pw.partial").exists() == (left or work)
     assert not (tmp_path / "x.pw.lock").exists()
 
