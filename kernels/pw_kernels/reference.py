@@ -7,7 +7,7 @@ and key heads, Dk / Dv head sizes. `arena` is [P, page_bytes] uint8.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -199,6 +199,14 @@ def paged_attention(
             hidden |= key_positions <= positions - window
         out[begin:end] = _attend(q[begin:end].float(), keys, values, hidden, scale, softcap, sinks)
     return out.to(q.dtype)
+
+
+def peer_sum(parts: Sequence[Tensor], add: Tensor | None = None) -> Tensor:
+    """The sum of what ranks have, in their order, plus `add`: in fp32, rounded once."""
+    total = torch.zeros_like(parts[0], dtype=torch.float32)
+    for part in [*parts, *([] if add is None else [add])]:
+        total += part.float()
+    return total.to(parts[0].dtype)
 
 
 def _attend(

@@ -16,6 +16,7 @@ from torch.nn.functional import linear, rms_norm, silu
 from pw.models.experts import activation_name
 from pw.models.fusion import concatenate
 from pw.models.routers import Route, fused_route
+from pw.models.slicing import AllReduce
 from pw_kernels import products, step
 from pw_kernels.products import Gated
 from pw_kernels.step import Norm
@@ -61,7 +62,8 @@ class Residual:
     def __call__(self, x: Tensor, y: Tensor) -> Tensor:
         """[T, H] of x [T, H] and y [T, K]."""
         if self._reduce is not None:
-            return x + self._reduce(linear(y, self._weight, self._bias))
+            multiply = products.product if self._kernels else linear
+            return self._reduce(multiply(y, self._weight, self._bias), x)
         if self._kernels:
             return products.product(y, self._weight, self._bias, add=(x,))
         out = torch.addmm(x, y, self._weight.t())
@@ -130,7 +132,7 @@ class Moe:
         if self._gated is None:
             normed, ids, weights = self._choose(x)
             routed = self._routed(normed, ids, weights)
-            return x + (routed if self._reduce is None else self._reduce(routed))
+            return x + routed if self._reduce is None else self._reduce(routed, x)
         shared = self._gated(x)
         share = shared.rest[:, :1]
         if self._route is not None and self._joined:
@@ -140,7 +142,7 @@ class Moe:
             routed = self._routed(shared.normed, *self._by_router(shared.normed))
         if self._reduce is not None:  # one sum over the ranks for all that is added to x
             added = torch.addcmul(routed, share.sigmoid(), linear(shared.out, self._down))
-            return x + self._reduce(added)
+            return self._reduce(added, x)
         if self._kernels:
             return products.product(shared.out, self._down, add=(x, routed), share=share)
         return torch.addcmul(x + routed, share.sigmoid(), linear(shared.out, self._down))
@@ -167,6 +169,6 @@ class Moe:
         return result
 
 
-def _reduction(module: nn.Module) -> Callable[[Tensor], Tensor] | None:
+def _reduction(module: nn.Module) -> AllReduce | None:
     """How a rank's partial result of a module is summed up; None where it is the whole."""
     return module.__dict__.get("pw_reduce")

@@ -15,9 +15,8 @@ Knows module names and shapes, no processes.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 
@@ -26,7 +25,13 @@ from pw.models.architecture import Architecture
 from pw.models.experts import expert_modules
 from pw.models.geometry import KvGeometry
 
-AllReduce = Callable[[Tensor], Tensor]
+
+class AllReduce(Protocol):
+    """The sum over the ranks."""
+
+    def __call__(self, tensor: Tensor, add: Tensor | None = None) -> Tensor:
+        """Of a rank's part, plus `add` where it is given; the part's memory may be the result's."""
+
 
 _BY_OUTPUTS = ("q_proj", "k_proj", "v_proj", "q_b_proj", "kv_b_proj")
 _BY_INPUTS = "o_proj"
@@ -49,9 +54,11 @@ class Reduction:
         """Add up with this from now on."""
         self._all_reduce = all_reduce
 
-    def __call__(self, partial: Tensor) -> Tensor:
-        """The sum over the ranks, in the memory of `partial`."""
-        return partial if self._all_reduce is None else self._all_reduce(partial)
+    def __call__(self, partial: Tensor, add: Tensor | None = None) -> Tensor:
+        """The sum over the ranks, which may be in the memory of `partial`, plus `add`."""
+        if self._all_reduce is not None:
+            return self._all_reduce(partial, add)
+        return partial if add is None else add + partial
 
 
 @dataclass(frozen=True)

@@ -69,19 +69,23 @@ class RankGroup:
             raise RuntimeError(f"not all of {size} ranks have met")
         self._peers = self._connect_peers(store, folder)
 
-    def all_reduce(self, tensor: Tensor) -> Tensor:
+    def all_reduce(self, tensor: Tensor, add: Tensor | None = None) -> Tensor:
         """Replace a tensor by the sum over the ranks, the same bits on each; on the current stream.
+
+        Args:
+            tensor: This rank's part; its memory may be that of the result.
+            add: Of the same shape and type, equal on all ranks: added to the sum.
 
         Raises:
             RuntimeError: A rank has gone, or has not come in time.
         """
         whole = tensor.contiguous()
         if self._peers is not None and self._peers.takes(whole):
-            return self._peers.all_reduce(whole)
+            return self._peers.all_reduce(whole, add)
         work = self._group.allreduce([whole], self._options)
         if work is not None:  # NCCL's is part of the current stream, and needs no wait
             work.wait()
-        return whole
+        return whole if add is None else add + whole
 
     def agree(self, ready: bool) -> bool:
         """Whether all ranks are ready."""

@@ -1,29 +1,34 @@
-"""Small sums over GPUs that read each other's memory: one kernel, where NCCL takes twice as long.
+"""Small sums over GPUs that write to each other's memory: one kernel, half of NCCL's time.
 
-torch's symmetric memory: every rank writes its part to a buffer that the others see, waits until
-all have, and adds up all parts in the order of the ranks, so that the same bits result on each.
-NVLink multicast is left alone.
+Every rank has an inbox that the others see, from torch's symmetric memory. They write their parts
+to it and add up what has come in the order of the ranks (`pw_kernels.cuda_peers`), so that the same
+bits result on each. NVLink multicast is left alone.
 """
 
 from __future__ import annotations
 
 import os
-import time
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-READ_BYTES = 1 << 20  # that a rank reads from the others in a sum at most; beyond, NCCL is faster
-_SIZES = (2, 4, 8)  # ranks for which torch adds up in one order on all
-_DTYPES = (torch.bfloat16, torch.float32)
-_LEAVE_SECONDS = 2.0  # for the sums of two steps to end without the other ranks
-_ALIGNED = 16  # bytes: kernels for less are slower, and need not agree between the ranks
+from pw_kernels.cuda_peers import (
+    DTYPES,
+    MOST_RANKS,
+    WORD_BYTES,
+    Inboxes,
+    blocks_of,
+    inbox_bytes,
+    peer_sum,
+)
+
+SENT_BYTES = 1 << 20  # of a sum that a rank has for the others at most; beyond, NCCL is faster
 
 
 class PeerSums:
-    """Connects the ranks; all must make it at the same time.
+    """Connects the ranks; all must make it at the same time, and wait for each other then.
 
     Args:
         nccl: The ranks' group.
@@ -43,16 +48,19 @@ class PeerSums:
         rank, size = nccl.rank(), nccl.size()
         self._name: Any = str(folder)
         self._group = _named(self._name, nccl, store)
-        self._bytes = READ_BYTES // (size - 1)
-        self._sum: Any = torch.ops.symm_mem.one_shot_all_reduce_copy_out
+        self._bytes = SENT_BYTES // (size - 1) // WORD_BYTES * WORD_BYTES
+        capacity = self._bytes // WORD_BYTES
         _SymmetricMemory.set_group_info(self._name, rank, size, store)
-        self._buffer = empty(self._bytes, dtype=torch.uint8, device=device)
-        met = _SymmetricMemory.rendezvous(self._buffer, self._name)
-        pads = [met.get_signal_pad(other) for other in range(size)]
-        self._own_pad, self._pads = pads[rank], [*pads[:rank], *pads[rank + 1 :]]
-        self._zeros, self._ones = torch.zeros_like(pads[0]), torch.ones_like(pads[0])
+        self._inbox = empty(inbox_bytes(size, capacity), dtype=torch.uint8, device=device)
+        self._met = _SymmetricMemory.rendezvous(self._inbox, self._name)
+        self._inbox.zero_()
+        turns = torch.zeros(blocks_of(capacity), dtype=torch.int32, device=device)
+        self._given_up = torch.zeros(1, dtype=torch.int32, device=device)
+        addresses = [int(address) for address in self._met.buffer_ptrs]
+        self._inboxes = Inboxes(rank, addresses, capacity, turns, self._given_up)
+        self._one = torch.ones(1, dtype=torch.int32, pin_memory=True)
         self._aside = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._write_pads(self._zeros)  # loads what `leave` runs, which would wait for a sum later
+        torch.cuda.synchronize(device)  # the inbox is empty before others are told
 
     def close(self) -> None:
         """Forget the name; after all sums."""
@@ -63,7 +71,7 @@ class PeerSums:
     @staticmethod
     def supported(size: int, device: torch.device) -> bool:
         """Whether so many ranks, one on each of this machine's first GPUs, may try."""
-        if device.type != "cuda" or size not in _SIZES:
+        if device.type != "cuda" or not 2 <= size <= MOST_RANKS:
             return False
         own = device.index or 0
         others = (other for other in range(size) if other != own)
@@ -71,42 +79,31 @@ class PeerSums:
 
     def takes(self, tensor: Tensor) -> bool:
         """Whether a sum is made here: the same answer on all ranks, whose shapes are alike."""
-        size = tensor.numel() * tensor.element_size()
-        return tensor.dtype in _DTYPES and 0 < size <= self._bytes and size % _ALIGNED == 0
+        size = tensor.nbytes
+        return tensor.dtype in DTYPES and 0 < size <= self._bytes and size % WORD_BYTES == 0
 
-    def all_reduce(self, tensor: Tensor) -> Tensor:
-        """Replace a contiguous tensor by the sum over the ranks, on the current stream."""
-        if tensor.data_ptr() % _ALIGNED:
-            tensor = tensor.clone()
-        size = tensor.numel() * tensor.element_size()
-        shared = self._buffer[:size].view(tensor.dtype).view_as(tensor)
-        summed: Tensor = self._sum(shared, tensor, "sum", self._name, tensor)
-        return summed
+    def all_reduce(self, tensor: Tensor, add: Tensor | None = None) -> Tensor:
+        """The sum of a contiguous tensor over the ranks, plus `add`, on the current stream.
+
+        In the memory of the tensor, where that is aligned.
+        """
+        own = tensor if tensor.data_ptr() % WORD_BYTES == 0 else tensor.clone()
+        if add is not None and (not add.is_contiguous() or add.data_ptr() % WORD_BYTES):
+            add = add.clone(memory_format=torch.contiguous_format)
+        return peer_sum(self._inboxes, own, add)
 
     def leave(self) -> None:
-        """End the sums under way on this rank, whatever they give; any thread may call it.
+        """End the sums under way on this rank, whatever they give, and all later ones.
 
-        Their kernel waits on the device for ranks that may have gone. What it waits for is written
-        in their place, until nothing is left to be computed here.
+        Any thread may call it. Their kernel waits on the device for ranks that may have gone.
         """
-        end = time.monotonic() + _LEAVE_SECONDS
-        with torch.cuda.device(self._buffer.device):
-            last: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            last.record(torch.cuda.default_stream())
-            while not last.query() and time.monotonic() < end:
-                self._write_pads(self._ones)
-
-    def _write_pads(self, own: Tensor) -> None:
-        """Say that all ranks have come (`own` is ones), and that they have seen that we have."""
         with torch.cuda.stream(self._aside):
-            self._own_pad.copy_(own)
-            for pad in self._pads:
-                pad.copy_(self._zeros)
+            self._given_up.copy_(self._one, non_blocking=True)
         self._aside.synchronize()
 
 
 def _named(name: Any, nccl: Any, store: Any) -> Any:
-    """The ranks under a name by which torch's operations find them."""
+    """The ranks under a name by which torch's symmetric memory finds them."""
     from torch._C._distributed_c10d import ProcessGroup, _register_process_group
 
     group = ProcessGroup(store, nccl.rank(), nccl.size())

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pw.engine.parallel import group as groups
 from pw.engine.parallel.group import RankGroup
-from pw.engine.parallel.peers import READ_BYTES, PeerSums
+from pw.engine.parallel.peers import SENT_BYTES, PeerSums
 
 CPU = torch.device("cpu")
 
@@ -39,9 +39,10 @@ class OtherWay:
     def takes(self, tensor: Tensor) -> bool:
         return tensor.numel() > 1
 
-    def all_reduce(self, tensor: Tensor) -> Tensor:
+    def all_reduce(self, tensor: Tensor, add: Tensor | None = None) -> Tensor:
         type(self).calls += 1
-        return torch.full_like(tensor, type(self).factor)
+        total = torch.full_like(tensor, type(self).factor)
+        return total if add is None else total + add
 
     def leave(self) -> None:
         """See `PeerSums`."""
@@ -56,6 +57,8 @@ def sums(folder: Path) -> list[list[float]]:
     def rank(number: int) -> list[float]:
         group = RankGroup(number, 2, folder, CPU, 60.0)
         total: list[float] = group.all_reduce(torch.full((4,), number + 1.0)).tolist()
+        more = group.all_reduce(torch.full((4,), number + 1.0), torch.full((4,), 0.5))
+        assert more.tolist() == [value + 0.5 for value in total]
         return total
 
     with ThreadPoolExecutor(2) as pool:
@@ -79,7 +82,8 @@ def test_all_ranks_take_the_other_way_or_none_does(
     monkeypatch.setattr(groups, "PeerSums", way)
     monkeypatch.setenv("PW_PEER_SUMS", "1")
     assert sums(tmp_path) == [[3.0] * 4] * 2
-    assert way.calls == (4 if taken else 0 if broken else 2)  # a first one each, then those of use
+    # a first one each, then those of use
+    assert way.calls == (6 if taken else 0 if broken else 2)
     slower = [text for text in caplog.messages if text.startswith("small sums go over NCCL")]
     assert len(slower) == (len(broken) if broken else 0 if taken else 2)
     assert all("\n" not in text for text in slower)
@@ -95,12 +99,12 @@ def test_nobody_takes_it_unasked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_which_sums_are_small() -> None:
     peers = PeerSums.__new__(PeerSums)
-    peers._bytes = READ_BYTES // 3  # four ranks
+    peers._bytes = SENT_BYTES // 3  # four ranks
     few, many = (torch.zeros(tokens, 4096, dtype=torch.bfloat16) for tokens in (32, 64))
     assert peers.takes(few)
     assert not peers.takes(many)
     assert not peers.takes(torch.zeros(3))  # 12 bytes
-    assert not peers.takes(torch.zeros(4, dtype=torch.int64))  # torch adds up floats alone
+    assert not peers.takes(torch.zeros(4, dtype=torch.int64))  # the kernel adds up floats alone
     assert not peers.takes(torch.zeros(0))
     assert not PeerSums.supported(2, CPU)
-    assert not PeerSums.supported(3, torch.device("cuda", 0))  # no order of its own
+    assert not PeerSums.supported(9, torch.device("cuda", 0))  # its kernel is for eight
