@@ -1,11 +1,13 @@
-"""What decode steps on several GPUs should take, from bytes, bandwidth and measured sums.
+"""What decode steps on several GPUs should take, from bytes, bandwidths and measured sums.
 
-    python kernels/bench/scaling.py ranks.json sums.json      # of ranks.py and of sums.py
+    python kernels/bench/scaling.py sums.json ranks.json [more.json]      # of sums.py, of ranks.py
 
-A step of one GPU is bytes / bandwidth + a time for each layer, both fitted to the cases with one
-rank. With R ranks each reads its part, keeps the time for each layer, and makes two sums a layer,
-as long as sums.py found them; what that predicts stands beside what was measured. Then the same
-for more GPUs, whose sums are assumed (`ASSUMED`).
+A step is the bytes of its experts over one bandwidth, all other bytes over another, a time for each
+layer, and with several ranks two sums a layer, as long as sums.py found them. A rank reads its part
+and all of the head; by experts, as many experts as the busiest rank was seen to read. The three
+numbers are fitted to all cases at once, so that relative errors are least; what comes out stands
+beside what was measured, also where each case is left out of the fit. Then the same for more GPUs,
+whose sums are assumed (`ASSUMED`).
 
 Not in it: bytes of activations, compute, waits of ranks for each other.
 """
@@ -33,12 +35,14 @@ class Shape:
     bits: int
     config: dict[str, Any]
 
-    def experts(self, batch: int) -> float:
-        """Of the experts that a batch chooses evenly, in all layers."""
-        config = self.config
-        count, chosen = config["num_local_experts"], config["num_experts_per_tok"]
-        hidden, inner = config["hidden_size"], config["intermediate_size"]
-        busy = count * (1 - (1 - chosen / count) ** batch)
+    def even(self, batch: int) -> float:
+        """Experts of a layer that a batch chooses, if it chooses evenly."""
+        count, chosen = self.config["num_local_experts"], self.config["num_experts_per_tok"]
+        return float(count * (1 - (1 - chosen / count) ** batch))
+
+    def experts(self, busy: float) -> float:
+        """Of so many experts in all layers."""
+        hidden, inner = self.config["hidden_size"], self.config["intermediate_size"]
         weights = 3 * hidden * inner * self.bits / 8
         tables = (2 * inner + hidden) * (1 << self.bits) * 2
         return float(self.layers * busy * (weights + tables))
@@ -46,47 +50,77 @@ class Shape:
     @property
     def attention(self) -> float:
         """Of the weights of attention."""
-        config = self.config
-        hidden, heads = config["hidden_size"], config["num_attention_heads"]
-        share = config["num_key_value_heads"] / heads
+        hidden, heads = self.config["hidden_size"], self.config["num_attention_heads"]
+        share = self.config["num_key_value_heads"] / heads
         return float(self.layers * 2 * hidden * hidden * (2 + 2 * share))
 
     def kv(self, batch: int, context: int) -> float:
         """Of keys and values."""
-        config = self.config
-        size = config["hidden_size"] // config["num_attention_heads"]
-        return float(self.layers * batch * context * config["num_key_value_heads"] * size * 2 * 2)
+        size = self.config["hidden_size"] // self.config["num_attention_heads"]
+        width = self.config["num_key_value_heads"] * size * 2 * 2
+        return float(self.layers * batch * context * width)
 
     @property
     def head(self) -> float:
         """Of the output head, whole on every rank."""
         return float(self.config["vocab_size"] * self.config["hidden_size"] * 2)
 
-    def read(self, batch: int, context: int, ranks: int) -> float:
-        """Of one rank."""
-        shared = self.experts(batch) + self.attention + self.kv(batch, context)
-        return shared / ranks + self.head
+
+@dataclass(frozen=True)
+class Step:
+    """A decode step of a rank, and how long it took.
+
+    Attributes:
+        name: Of the case.
+        batch: Sequences.
+        experts: Bytes.
+        rest: Bytes.
+        layers: How many.
+        sums: Seconds of all sums over the ranks.
+        seconds: Measured; 0 if it was not.
+    """
+
+    name: str
+    batch: int
+    experts: float
+    rest: float
+    layers: int
+    sums: float
+    seconds: float = 0.0
+
+    @classmethod
+    def of(
+        cls, name: str, shape: Shape, batch: int, context: int, ranks: int, one_sum: float,
+        busy: float | None = None, seconds: float = 0.0,
+    ) -> "Step":  # fmt: skip
+        """From a shape; `busy`: experts of a layer that a rank reads, in whole ones."""
+        read = shape.experts(shape.even(batch) / ranks if busy is None else busy)
+        rest = (shape.attention + shape.kv(batch, context)) / ranks + shape.head
+        sums = 2 * shape.layers * one_sum if ranks > 1 else 0.0
+        return cls(name, batch, read, rest, shape.layers, sums, seconds)
 
 
 @dataclass(frozen=True)
 class Machine:
     """One GPU, as fitted."""
 
-    bandwidth: float  # bytes a second
+    experts: float  # bytes a second
+    rest: float  # bytes a second
     layer: float  # seconds of a layer beside its bytes
 
     @classmethod
-    def fit(cls, rows: list[tuple[float, int, float]]) -> "Machine":
-        """From (bytes, layers, seconds) of steps; relative errors count."""
-        bytes_read, layers, seconds = (np.array(column) for column in zip(*rows, strict=True))
-        weights = np.stack([bytes_read, layers], 1) / seconds[:, None]
-        (a, b), *_ = np.linalg.lstsq(weights, np.ones(len(rows)), rcond=None)
-        return cls(1 / a, b)
+    def fit(cls, steps: list[Step]) -> "Machine":
+        """From measured steps; relative errors count."""
+        rows = np.array([[step.experts, step.rest, step.layers] for step in steps])
+        seconds = np.array([step.seconds for step in steps])
+        wanted = 1 - np.array([step.sums for step in steps]) / seconds
+        (a, b, c), *_ = np.linalg.lstsq(rows / seconds[:, None], wanted, rcond=None)
+        return cls(1 / a, 1 / b, c)
 
-    def step(self, shape: Shape, batch: int, context: int, ranks: int, one_sum: float) -> float:
-        """Seconds."""
-        own = shape.read(batch, context, ranks) / self.bandwidth
-        return own + shape.layers * (self.layer + 2 * one_sum)
+    def seconds(self, step: Step) -> float:
+        """Of a step."""
+        bytes_read = step.experts / self.experts + step.rest / self.rest
+        return bytes_read + step.layers * self.layer + step.sums
 
 
 def measured_sum(sums: list[dict[str, float]], batch: int) -> float:
@@ -95,47 +129,80 @@ def measured_sum(sums: list[dict[str, float]], batch: int) -> float:
     return float(np.interp(batch, tokens, [row["graph_us"] for row in sums])) * 1e-6
 
 
+def read_steps(
+    found: dict[str, Any], config: dict[str, Any], sums: list[dict[str, float]]
+) -> list[Step]:
+    """The decode steps of a result of ranks.py."""
+    steps, context = [], int(found["options"]["context"])
+    for result in found["results"]:
+        size, width, ranks = result["case"].split(":")
+        shape, count = Shape(int(size), int(width), config), int(ranks.rstrip("emnp"))
+        for row in result.get("decode", []):
+            batch, routed = row["batch"], row.get("routing")
+            busy = None
+            if routed is not None:
+                whole = "e" in ranks
+                busy = routed["busiest_rank_experts"] / (1 if whole else count)
+            steps.append(
+                Step.of(
+                    result["case"], shape, batch, context, count, measured_sum(sums, batch),
+                    busy, row["step_ms"] / 1e3,
+                )
+            )  # fmt: skip
+    return steps
+
+
 def main() -> None:
     """Fit, compare, predict."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("ranks", type=Path)
     parser.add_argument("sums", type=Path)
+    parser.add_argument("ranks", type=Path, nargs="+")
     options = parser.parse_args()
-    found = json.loads(options.ranks.read_text())
     sums = json.loads(options.sums.read_text())["rows"]
-    context = int(found["options"]["context"])
-    config = json.loads((CONFIGS / f"{found['options']['model']}.json").read_text())
-    rows = []
-    for result in found["results"]:
-        size, width, ranks = result["case"].split(":")
-        shape = Shape(int(size), int(width), config)
-        decoded = result.get("decode", [])
-        rows += [(shape, ranks, row["batch"], row["step_ms"] / 1e3) for row in decoded]
-    alone = [(s.read(b, context, 1), s.layers, t) for s, ranks, b, t in rows if ranks == "1"]
-    machine = Machine.fit(alone)
-    print(f"{machine.bandwidth / 1e12:.2f} TB/s, {machine.layer * 1e6:.0f} us a layer")
-    print("| layers:bits:ranks | sequences | GB of a rank | ms measured | ms by the model |")
-    print("|---" * 5 + "|")
-    for shape, ranks, batch, seconds in rows:
-        count = int(ranks.rstrip("em"))
-        one_sum = measured_sum(sums, batch) if count > 1 else 0.0
-        predicted = machine.step(shape, batch, context, count, one_sum)
+    results = [json.loads(path.read_text()) for path in options.ranks]
+    name = results[0]["options"]["model"]
+    config = json.loads((CONFIGS / f"{name}.json").read_text())
+    steps = [step for found in results for step in read_steps(found, config, sums)]
+    compare(steps)
+    predict(Machine.fit(steps), steps, config, int(results[0]["options"]["context"]))
+
+
+def compare(steps: list[Step]) -> None:
+    """The model beside what was measured."""
+    machine = Machine.fit(steps)
+    print(
+        f"experts {machine.experts / 1e12:.2f} TB/s, rest {machine.rest / 1e12:.2f} TB/s, "
+        f"{machine.layer * 1e6:.0f} us a layer"
+    )
+    print(
+        "| layers:bits:ranks | sequences | GB of a rank | ms measured | by the model | left out |"
+    )
+    print("|---" * 6 + "|")
+    for step in steps:
+        rest = [other for other in steps if (other.name, other.batch) != (step.name, step.batch)]
+        fitted, apart = machine.seconds(step), Machine.fit(rest).seconds(step)
         print(
-            f"| {shape.layers}:{shape.bits}:{ranks} | {batch} "
-            f"| {shape.read(batch, context, count) / 1e9:.1f} | {seconds * 1e3:.2f} "
-            f"| {predicted * 1e3:.2f} |"
+            f"| {step.name} | {step.batch} | {(step.experts + step.rest) / 1e9:.1f} "
+            f"| {step.seconds * 1e3:.2f} | {fitted * 1e3:.2f} ({fitted / step.seconds - 1:+.1%}) "
+            f"| {apart * 1e3:.2f} ({apart / step.seconds - 1:+.1%}) |"
         )
+
+
+def predict(machine: Machine, steps: list[Step], config: dict[str, Any], context: int) -> None:
+    """More GPUs."""
     heads = " | ".join(ASSUMED)
     print(f"\n| layers:bits | sequences | ms on {heads} | tokens/s |\n" + "|---" * 5 + "|")
-    for layers, bits in dict.fromkeys((row[0].layers, row[0].bits) for row in rows):
+    sizes = dict.fromkeys(tuple(map(int, step.name.split(":")[:2])) for step in steps)
+    for layers, bits in sizes:
         model = Shape(layers, bits, config)
-        for batch in sorted({row[2] for row in rows}):
+        for batch in sorted({step.batch for step in steps}):
             times = []
             for count, latency, taken, link in ASSUMED.values():
                 one_sum = latency + batch * config["hidden_size"] * 2 * taken / link
-                times.append(machine.step(model, batch, context, count, one_sum))
+                step = Step.of("", model, batch, context, count, one_sum)
+                times.append(machine.seconds(step))
             print(
                 f"| {layers}:{bits} | {batch} | "
                 + " | ".join(f"{time * 1e3:.2f}" for time in times)
