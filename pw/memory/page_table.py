@@ -74,6 +74,8 @@ class _ModuleTable:
         self.bits, self.offsets, self.planes, self.luts = self._cut(mirror.host)
         self.bits.zero_()
         self.offsets.zero_()
+        host = (self.bits, self.offsets, self.planes, self.luts)
+        self._rows = [side.view(math.prod(lead), -1).numpy() for side in host]  # of each block
         self.device = self._cut(mirror.device)  # bits, offsets, planes, LUTs
 
     @property
@@ -90,21 +92,23 @@ class _ModuleTable:
     def write(
         self, slot: int, expert: int, bits: int, planes: list[list[int]], luts: list[int]
     ) -> None:
-        """Set the entry of a block: its width, the pages of its planes and of its LUT region."""
+        """Set a block's width and the pages of its LUT region, and of planes that are new to it."""
         layout, size = self.layout, self.layout.plane_pages
-        pages = np.full(layout.max_bits * size, -1, dtype=np.int32)
-        pages[: bits * size] = np.array(planes, dtype=np.int32).ravel()
-        region = np.full(layout.max_lut_pages, -1, dtype=np.int32)
-        places = layout.lut_places(bits)
-        region[:places] = np.resize(np.array(luts, dtype=np.int32), places)  # again and again
-        values = (np.array([bits]), np.array([layout.lut_offset(bits)]), pages, region)
-        flat: NDArray[np.int32] = self._mirror.host.numpy()
         row = slot * self.bits.shape[1] + expert
-        for start, new in zip(self._starts, values, strict=False):
-            old = flat[start + row * len(new) : start + (row + 1) * len(new)]
-            changed = np.flatnonzero(old != new)
-            old[changed] = new[changed]
-            self._mirror.note(changed + (start + row * len(new)))
+        widths, offsets, pages, regions = self._rows
+        before, starts = int(widths[row, 0]), self._starts
+        widths[row], offsets[row] = bits, layout.lut_offset(bits)
+        low, high = sorted((before * size, bits * size))
+        pages[row, low:high] = [page for plane in planes[before:] for page in plane] or -1
+        first = starts[2] + row * pages.shape[1]
+        changed = [np.array(starts[:2]) + row, np.arange(first + low, first + high)]
+        if max(before, bits) > layout.base_bits or not before:  # else the region is the base
+            places = layout.lut_places(bits)
+            regions[row, :places] = np.resize(np.array(luts, dtype=np.int32), places)  # repeated
+            regions[row, places:] = -1
+            first = starts[3] + row * regions.shape[1]
+            changed.append(np.arange(first, first + regions.shape[1]))
+        self._mirror.note(np.concatenate(changed))
 
     def holds(
         self, slot: int, expert: int, bits: int, planes: list[list[int]], luts: list[int]
@@ -217,6 +221,11 @@ class WeightPageTable:
         weights = self._weights.reshape(shape)
         bits: NDArray[np.float64] = (self.committed.reshape(shape) * weights).sum(1)
         return np.asarray(bits / weights.sum(1))
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether kernels read it on a GPU."""
+        return self._mirror.device.device.type == "cuda"
 
     @property
     def table_bytes(self) -> int:

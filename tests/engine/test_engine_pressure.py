@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from pw.engine import Engine
-from pw.engine.precision.adaptive import STARTS
 from pw.engine.request import EngineStatus, SamplingParams
 from pw.errors import BudgetError, ConfigError, RequestError, StoreError
+from pw.planning.pressure import Decision
 from support.engines import open_engine, random_prompt, tight_budget
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
@@ -337,6 +337,8 @@ def test_a_step_waits_for_few_raises_of_a_large_plan(qwen: tuple[Any, Path], idl
         return begin(index, to_bits)
 
     table.begin_raise = counted
+    precision: Any = engine._parts.precision
+    precision._pace.is_over = lambda: not idle
     if not idle:
         engine.add_request("r", [5, 6, 7], SamplingParams(max_tokens=200, ignore_eos=True))
     engine.set_policy("static:2")
@@ -346,7 +348,7 @@ def test_a_step_waits_for_few_raises_of_a_large_plan(qwen: tuple[Any, Path], idl
         begun.append(0)
         turn()
         engine.check_integrity()
-    assert max(begun) == (table.geometry.blocks if idle else STARTS)
+    assert max(begun) == (table.geometry.blocks if idle else 1)
     (planned,) = [p for p in engine.status().plan_history if p["moves"] == table.geometry.blocks]
     assert planned["mean_bits"] == 6
 
@@ -362,7 +364,7 @@ def test_room_for_less_than_a_plane_is_not_planned_for(qwen: tuple[Any, Path]) -
     least = int((pages[:, 2] - pages[:, 1]).min())  # from 3 bits to 4
     assert precision._least_raise() == least > 0
     runs = precision.plan_runs
-    assert not precision._reload(least - 1, "headroom")
-    assert precision.plan_runs == runs
-    assert precision._reload(least, "headroom")
-    assert precision.plan_runs == runs + 1
+    precision._reload(Decision(reload_pages=least - 1))
+    assert (precision.plan_runs, precision.pending) == (runs, False)
+    precision._reload(Decision(reload_pages=least))
+    assert (precision.plan_runs, precision.pending) == (runs + 1, True)

@@ -10,12 +10,16 @@ import logging
 import math
 import time
 from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from typing import Any, TypeVar
 
 import numpy as np
 
 from pw.blocks import MODULES
 from pw.config import PlannerConfig
+from pw.engine.precision.pace import Pace
 from pw.engine.precision.policies import AWAITED, PrecisionBase
 from pw.engine.precision.quality import Quality
 from pw.engine.precision.trace import TraceWriter
@@ -24,21 +28,27 @@ from pw.errors import StoreError
 from pw.memory.mover import Mover
 from pw.memory.page_table import Raise, WeightPageTable
 from pw.memory.pool import PagePool
-from pw.planning.planner import Move, plan, plan_reload
-from pw.planning.pressure import HELD_UP, PressurePolicy
-from pw.planning.rebalance import rebalance
+from pw.planning.planner import Move, Plan, plan, plan_reload
+from pw.planning.pressure import HELD_UP, Decision, PressurePolicy
+from pw.planning.rebalance import Trade, rebalance
 
 logger = logging.getLogger(__name__)
 
+_Result = TypeVar("_Result")
 _REST_TURNS = 256  # before a block whose transfer failed is planned for again
-STARTS = 4  # raises begun at one safe point: each takes the host two tenths of a millisecond
 # Raises under way while anything runs, as many as fill the mover's chunks: the rest of a plan is
 # begun as they land, evenly, and keeps no pages until then.
 UNDER_WAY = 32
+REBALANCE = "rebalance"  # reason of what changes hands in a trade
 
 
 class AdaptivePrecision(PrecisionBase):
-    """Planes are given up when KV needs pages and come back when it does not."""
+    """Planes are given up when KV needs pages and come back when it does not.
+
+    What a step waits for is done in its safe point: reductions that make room. All else is done a
+    little at a time: raises are begun and committed, and planes traded, as long as a part of a step
+    takes; on a GPU plans for them are made by a thread beside the steps.
+    """
 
     def __init__(
         self,
@@ -54,7 +64,12 @@ class AdaptivePrecision(PrecisionBase):
         self._config = config
         self._bounds = bounds
         self._pressure = PressurePolicy(config, self._page_bytes)
-        self._agenda: deque[tuple[Move, str]] = deque()  # raises planned and not begun, and why
+        self._agenda: deque[tuple[Move, str]] = deque()  # planned and not begun, and why
+        self._landed: deque[int] = deque()  # raises that have landed and are not committed
+        self._pace = Pace()
+        self._thinker = ThreadPoolExecutor(1, "pw-plan") if table.on_gpu else None
+        # A plan in the making, with its seconds, and what takes it up.
+        self._thought: tuple[Future[tuple[Any, float]], Callable[[Any], None]] | None = None
         self._rebalanced_at = 0
         self._idle = False
         self._held_up = False  # dwell or transfer budget alone keep planes from coming back
@@ -63,7 +78,11 @@ class AdaptivePrecision(PrecisionBase):
     @property
     def pending(self) -> bool:
         """See `Precision`."""
-        return self._held_up or bool(self._table.in_transfer or self._agenda)
+        return self._held_up or self._moving
+
+    @property
+    def _moving(self) -> bool:
+        return bool(self._table.in_transfer or self._agenda or self._thought)
 
     def hold(self, bits: int | None) -> None:
         """Bring every block to one width, or with None go back to planning. Between two steps.
@@ -71,7 +90,7 @@ class AdaptivePrecision(PrecisionBase):
         Wider blocks fall at once; narrower ones rise at the safe points, as pages are free.
         """
         self._min_bits, self._max_bits = self._bounds if bits is None else (bits, bits)
-        self._agenda.clear()
+        self._forget_plans()
         if self._table.in_transfer:
             self._recall("policy")
         for index, now in enumerate(self._table.committed.tolist()):
@@ -81,7 +100,7 @@ class AdaptivePrecision(PrecisionBase):
     def release(self, pages: int, reason: str, *, last_resort: bool = False) -> int:
         """See `pw.engine.scheduler.Relief`."""
         recent = self._turn - self._raised_at < self._config.dwell_steps
-        self._agenda.clear()
+        self._forget_plans()
         # Pages of planes that nobody has read yet cost nothing; and their blocks take part again.
         freed, failures = self._recall(reason) if self._table.in_transfer else 0, -1
         while freed < pages and failures != self.failures:
@@ -122,7 +141,9 @@ class AdaptivePrecision(PrecisionBase):
     def safe_point(self, step: int, turn: int, forecast: Forecast, idle: bool) -> None:
         """Commit what has landed, then let the pressure policy move planes."""
         self._step, self._turn, self._idle = step, turn, idle
-        self._land(self._mover.poll())
+        self._pace.begin(idle=idle)
+        self._landed += self._mover.poll()
+        self._commit_landed()
         for index, error in self._mover.take_failed():
             self._note_failure(self._give_up_raise(index), error)
         below = int((self._max_bits - self._table.desired).clip(min=0).sum())
@@ -135,19 +156,26 @@ class AdaptivePrecision(PrecisionBase):
             pages_total=self._pool.num_pages,
             forecast_pages=(ahead := self._forecast_pages(free, forecast)),
             bits_below_max=below,
-            moving=bool(self._table.in_transfer or self._agenda),
+            moving=self._moving,
             idle=idle,
         )
         self._held_up = decision.reload_pages > 0 or decision.reason in HELD_UP
         if decision.release_pages:
             self.release(decision.release_pages, decision.reason)
         elif decision.reload_pages:
-            if not self._reload(decision.reload_pages, decision.reason):
-                self._pressure.reload_refused(turn, decision)
+            self._reload(decision)
         elif self._agenda:
             self._begin_planned(ahead + self._low_pages)
+        elif self._thought is not None:
+            self._take_thought_up()
         elif below and not self._table.in_transfer and self._rebalance_is_due(turn):
             self._rebalance()
+
+    def _commit_landed(self) -> None:
+        while self._landed:
+            self._land([self._landed.popleft()])
+            if self._pace.is_over():
+                break
 
     def _forecast_pages(self, free: int, forecast: Forecast) -> int:
         """Pages to keep free: planes are given up for sequences that run, and do not come back
@@ -172,7 +200,7 @@ class AdaptivePrecision(PrecisionBase):
         if (self._rests_until[below] > self._turn).any():
             return f"planes of some blocks cannot be read, so {bits} bits cannot be reached"
         self.aim = bits
-        self._agenda.clear()
+        self._forget_plans()
         still = [index for index in below.tolist() if index not in self._table.in_transfer]
         wanted = pages + sum(self._table.raise_pages(index, bits) for index in still)
         if not alone and wanted > self._pool.free_count + self.releasable():
@@ -204,23 +232,55 @@ class AdaptivePrecision(PrecisionBase):
             taken = sum(len(self._table.in_transfer[move.block].pages) for move in started)
             self._note_plan(AWAITED, tuple(started), taken, taken)
 
-    def _reload(self, pages: int, reason: str) -> bool:
-        """Plan raises worth so many pages, and begin some. False when no block's next plane fits.
+    # -- plans that no step waits for --------------------------------------------------------
 
-        The others follow at later safe points, so that no step waits long for the host.
+    def _think(self, make: Callable[[], _Result], take_up: Callable[[_Result], None]) -> None:
+        """Make a plan, from numbers that stay as they are, and take it up: at once, or where steps
+        run on a GPU at a later safe point, unless other plans are made before.
         """
-        if pages < self._least_raise():
-            return False  # what a plan would find, at a hundredth of its time
-        with self._planning():
-            found = plan_reload(self._state(hard=False), pages * self._page_bytes)
-        self._agenda.extend((move, reason) for move in found.moves)
+        if self._idle or self._thinker is None:
+            found, seconds = _timed(make)
+            self._count_plan(seconds)
+            take_up(found)
+        else:
+            self._thought = self._thinker.submit(_timed, make), take_up
+
+    def _take_thought_up(self) -> None:
+        assert self._thought is not None
+        future, take_up = self._thought
+        if future.done():
+            self._thought = None
+            found, seconds = future.result()
+            self._count_plan(seconds)
+            take_up(found)
+
+    def _forget_plans(self) -> None:
+        self._agenda.clear()
+        self._thought = None
+
+    def _reload(self, decision: Decision) -> None:
+        """Plan raises worth the pages of a decision; it is taken back where none fits."""
+        pages = decision.reload_pages
+        if pages < self._least_raise():  # what a plan would find, at a hundredth of its time
+            self._pressure.reload_refused(self._turn, decision)
+            return
+        state, room = self._state(hard=False), pages * self._page_bytes
+        self._think(
+            lambda: plan_reload(state, room), lambda found: self._take_reload_up(found, decision)
+        )
+
+    def _take_reload_up(self, found: Plan, decision: Decision) -> None:
+        """Begin some raises; the others follow at later safe points."""
+        self._agenda.extend((move, decision.reason) for move in found.moves)
         started = self._begin_planned(0)
-        if started:
-            later = [move for move, _ in self._agenda]
-            taken = sum(len(self._table.in_transfer[move.block].pages) for move in started)
-            taken += sum(self._table.raise_pages(move.block, move.to_bits) for move in later)
-            self._note_plan(reason, (*started, *later), taken, pages, later)
-        return bool(started)
+        if not started:
+            self._pressure.reload_refused(self._turn, decision)
+            return
+        later = [move for move, _ in self._agenda]
+        taken = sum(len(self._table.in_transfer[move.block].pages) for move in started)
+        taken += sum(self._table.raise_pages(move.block, move.to_bits) for move in later)
+        moves = (*started, *later)
+        self._note_plan(decision.reason, moves, taken, decision.reload_pages, later)
 
     def _least_raise(self) -> float:
         """Fewest pages that the next plane of any block takes; infinite where none may rise."""
@@ -235,21 +295,24 @@ class AdaptivePrecision(PrecisionBase):
         return int(more.min()) // self._page_bytes
 
     def _begin_planned(self, keep: int) -> list[Move]:
-        """Begin raises of the agenda that still hold and leave `keep` pages free; some at a time
-        while anything runs.
+        """Carry out what still holds of the agenda, raises only as they leave `keep` pages free; a
+        little at a time while anything runs.
         """
-        started: list[Move] = []
+        begun: list[Move] = []
         under_way = self._table.in_transfer
-        while self._agenda:
-            if not self._idle and (len(started) >= STARTS or len(under_way) >= UNDER_WAY):
+        while self._agenda and (self._idle or len(under_way) < UNDER_WAY):
+            if begun and self._pace.is_over():
                 break
             move, reason = self._agenda.popleft()
-            moving = move.block in self._table.in_transfer
-            if moving or self._table.committed[move.block] != move.from_bits:
+            if move.block in under_way or self._table.committed[move.block] != move.from_bits:
                 continue
-            if self._start_raise(move, reason, keep):
-                started.append(move)
-        return started
+            if move.to_bits < move.from_bits:
+                done = self._try_reduce(move, reason) > 0
+            else:  # of a trade: its reductions have paid for it
+                done = self._start_raise(move, reason, 0 if reason == REBALANCE else keep)
+            if done:
+                begun.append(move)
+        return begun
 
     def _rebalance_is_due(self, turn: int) -> bool:
         every = self._config.rebalance_steps
@@ -258,17 +321,26 @@ class AdaptivePrecision(PrecisionBase):
     def _rebalance(self) -> None:
         """Let planes change hands at constant bytes where routing or prompts have moved on."""
         self._rebalanced_at = self._turn
-        bytes_at_most = self._config.transfer_budget_bytes // 4
-        with self._planning():
-            trade = rebalance(self._state(hard=False), bytes_at_most)
+        state, most = self._state(hard=False), self._config.transfer_budget_bytes // 4
+        self._think(lambda: rebalance(state, most), self._take_trade_up)
+
+    def _take_trade_up(self, trade: Trade | None) -> None:
+        """Put a trade on the agenda: each raise behind the reductions that make room for it."""
         if trade is None:
             return
-        free = self._pool.free_count
-        for move in trade.down.moves:
-            self._try_reduce(move, "rebalance")
-        spent = self._pool.free_count - free
-        started = [move for move in trade.up.moves if self._start_raise(move, "rebalance")]
-        self._note_plan("rebalance", (*trade.down.moves, *started), spent, spent)
+        downs, room = deque(trade.down.moves), 0
+        for move in trade.up.moves:
+            needed = self._table.raise_pages(move.block, move.to_bits)
+            while downs and room < needed:
+                room += downs[0].bytes // self._page_bytes
+                self._agenda.append((downs.popleft(), REBALANCE))
+            room -= needed
+            self._agenda.append((move, REBALANCE))
+        self._agenda.extend((move, REBALANCE) for move in downs)
+        spent = trade.down.bytes // self._page_bytes
+        moves = (*trade.down.moves, *trade.up.moves)
+        self._note_plan(REBALANCE, moves, spent, spent, moves)
+        self._begin_planned(0)
 
     def _start_raise(self, move: Move, reason: str, keep: int = 0) -> bool:
         """Start a raise if its pages are free, and so many besides."""
@@ -283,6 +355,14 @@ class AdaptivePrecision(PrecisionBase):
         for index in list(self._table.in_transfer):
             self._cancel_raise(index, reason)
         free = self._pool.free_count
-        self._land(self._mover.drop(), reason)
+        self._land([*self._landed, *self._mover.drop()], reason)
+        self._landed.clear()
         self._pressure.note_release(self._turn)
         return self._pool.free_count - free
+
+
+def _timed(make: Callable[[], _Result]) -> tuple[_Result, float]:
+    """A result, and the seconds that it took."""
+    started = time.perf_counter()
+    found = make()
+    return found, time.perf_counter() - started

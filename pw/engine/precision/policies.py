@@ -260,7 +260,10 @@ class PrecisionBase:
         """Count a run of the planner, and its time."""
         begin = time.perf_counter()
         yield
-        self.plan_seconds += time.perf_counter() - begin
+        self._count_plan(time.perf_counter() - begin)
+
+    def _count_plan(self, seconds: float) -> None:
+        self.plan_seconds += seconds
         self.plan_runs += 1
 
     def _note_plan(

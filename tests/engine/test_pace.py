@@ -1,0 +1,96 @@
+"""How long safe points may take, and what is done beside steps."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pw.engine.precision.pace import Pace
+from pw.engine.request import SamplingParams
+from pw.planning.planner import Plan
+from pw.planning.rebalance import Trade
+from support.engines import open_engine, tight_budget
+
+
+@pytest.fixture
+def seconds() -> list[float]:
+    return [0.0]
+
+
+def test_a_safe_point_has_a_part_of_the_shortest_step_of_late(seconds: list[float]) -> None:
+    pace = Pace(lambda: seconds[0])
+    pace.begin(idle=False)
+    assert pace.is_over()  # nothing is known yet: one thing at a time
+    for step in (8.0, 80.0, 16.0):
+        seconds[0] += step
+        pace.begin(idle=False)
+    seconds[0] += 0.9
+    assert not pace.is_over()
+    seconds[0] += 0.1
+    assert pace.is_over()
+    for _ in range(8):
+        seconds[0] += 32.0
+        pace.begin(idle=False)
+    seconds[0] += 3.9
+    assert not pace.is_over()
+    seconds[0] += 0.1
+    assert pace.is_over()
+
+
+def test_an_idle_engine_has_time_and_says_nothing_about_steps(seconds: list[float]) -> None:
+    pace = Pace(lambda: seconds[0])
+    for step in (8.0, 8.0):
+        seconds[0] += step
+        pace.begin(idle=False)
+    pace.begin(idle=True)
+    seconds[0] += 1000
+    assert not pace.is_over()
+    pace.begin(idle=False)
+    seconds[0] += 1.0
+    assert pace.is_over()
+
+
+def test_a_trade_is_made_a_little_at_a_time_and_its_plan_beside_the_steps(
+    qwen: tuple[Any, Path],
+) -> None:
+    budget = tight_budget(qwen[1], 10, "static:3")
+    engine = open_engine(qwen[1], memory_budget=budget, planner_low_watermark=0.0)
+    precision: Any = engine._parts.precision
+    precision._thinker = ThreadPoolExecutor(1)  # as on a GPU
+    precision._pace.is_over = lambda: True
+    engine.add_request("r", [5, 6, 7], SamplingParams(max_tokens=200, ignore_eos=True))
+    for _ in range(40):
+        engine.step()
+    bits = precision._table.committed.copy()
+    wide, narrow = (int(at(bits)) for at in (np.argmax, np.argmin))
+    down = Plan(*(np.array([n]) for n in (wide, bits[wide], 2, 0, 0.0)), True, 0.0)
+    up = Plan(*(np.array([n]) for n in (narrow, bits[narrow], bits[narrow] + 1, 0, 0.0)), True, 0.0)
+    asked = threading.Event()
+
+    def slow() -> Trade:
+        asked.wait()
+        return Trade(down, up)
+
+    precision._think(slow, precision._take_trade_up)
+    engine.step()
+    assert precision.pending
+    assert (precision._table.committed == bits).all()  # nobody has waited
+    asked.set()
+    precision._thought[0].result()
+    changed = []
+    for _ in range(3):
+        engine.step()
+        engine.check_integrity()
+        changed.append((precision._table.desired != bits).nonzero()[0].tolist())
+    assert changed[:2] == [[wide], sorted((wide, narrow))]
+    assert precision._table.committed[narrow] == bits[narrow] + 1
+    assert engine.status().plan_history[-1]["reason"] == "rebalance"
+    engine.set_policy("static:2")  # what was thought of is forgotten
+    precision._think(lambda: None, precision._take_trade_up)
+    engine.set_policy("adaptive")
+    assert precision._thought is None
