@@ -62,7 +62,7 @@ def format_exactly(number: int) -> str:
 
 def format_seconds(seconds: float) -> str:
     """A duration in the largest unit that keeps it above 2: 4000 -> `67 min`."""
-    for unit, length in (("h", 3600), ("min", 60)):
+    for unit, length in (("days", 86400), ("h", 3600), ("min", 60)):
         if seconds >= 2 * length:
             return f"{seconds / length:.0f} {unit}"
     return f"{seconds:.0f} s"

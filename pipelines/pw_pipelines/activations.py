@@ -18,7 +18,7 @@ from torch import Tensor
 from pw_pipelines.gpu_memory import free_bytes
 
 MEMORY_BYTES = 1 << 29  # above this they go to a file
-_GPU_SHARE = 0.3  # of a GPU's free memory, for the same: writing them takes longer than a layer
+GPU_SHARE = 0.3  # of a GPU's free memory, for the same: writing them takes longer than a layer
 
 
 def needs_file(
@@ -27,7 +27,7 @@ def needs_file(
     """Whether such `Activations` are too many for the memory of the device."""
     room = MEMORY_BYTES
     if device.type == "cuda":
-        room = int(_GPU_SHARE * free_bytes(device))
+        room = int(GPU_SHARE * free_bytes(device))
     return places * len(batches) * _stride(batches, hidden, dtype) > room
 
 

@@ -157,7 +157,10 @@ def _read(path: Path) -> str:
     try:
         return path.read_text("utf-8-sig")
     except OSError as error:
-        raise ConfigError(f"cannot read text file: `{path}`: {error.strerror}") from error
+        raise ConfigError(
+            f"cannot read text file: `{path}`: {error.strerror}",
+            "" if path.is_absolute() else f"a path counts from `{Path.cwd()}`",
+        ) from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"text file is not UTF-8 at byte {error.start}: `{path}`") from error
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
-from pw.blocks import MODULES
+from pw.blocks import MODULES, ExpertGeometry
 from pw.config import QuantizeConfig, format_bytes
+from pw.models.architecture import Architecture
 from pw.models.checkpoint import Checkpoint
 from pw_pipelines.progress import Progress
 from pw_pipelines.rates import seconds_per_operation
@@ -25,23 +27,41 @@ class QuantizeCosts:
     floor_seconds: float  # see `floor_seconds`
 
 
-def forward_operations(checkpoint: Checkpoint, tokens: int) -> int:
+class Shapes(Protocol):
+    """What counting operations needs to know of a model."""
+
+    @property
+    def architecture(self) -> Architecture:
+        """Its definition."""
+        ...
+
+    @property
+    def geometry(self) -> ExpertGeometry:
+        """Of the routed experts."""
+        ...
+
+    def dense_weights_in_layers(self) -> int:
+        """Number of weights in the decoder layers that are not routed experts."""
+        ...
+
+
+def forward_operations(model: Shapes, tokens: int) -> int:
     """Of the products with weights when all layers read so many tokens once, head left out."""
-    dense = checkpoint.dense_weights_in_layers()
-    return 2 * tokens * (_routed_weights(checkpoint) + dense)
+    dense = model.dense_weights_in_layers()
+    return 2 * tokens * (_routed_weights(model) + dense)
 
 
-def sensitivity_operations(checkpoint: Checkpoint, tokens: int, widths: int) -> int:
+def sensitivity_operations(model: Shapes, tokens: int, widths: int) -> int:
     """Of the products that gradients at all block outputs take, and errors at all widths."""
-    config = checkpoint.architecture.config
+    config = model.architecture.config
     head = int(config.vocab_size) * int(config.hidden_size)
-    errors = _routed_weights(checkpoint) * widths
-    return 2 * forward_operations(checkpoint, tokens) + 2 * tokens * (2 * head + errors)
+    errors = _routed_weights(model) * widths
+    return 2 * forward_operations(model, tokens) + 2 * tokens * (2 * head + errors)
 
 
-def _routed_weights(checkpoint: Checkpoint) -> int:
+def _routed_weights(model: Shapes) -> int:
     """Weights of the experts that one token visits, in all layers."""
-    geometry = checkpoint.geometry
+    geometry = model.geometry
     return geometry.weights * geometry.top_k // geometry.experts
 
 

@@ -38,7 +38,7 @@ CPU = torch.device("cpu")
 
 # A GPU wants few and large products: starting them takes longer than computing small ones.
 _TOKENS_PER_BATCH = {"cpu": 1 << 11, "cuda": 1 << 15}
-_LOGITS_AT_ONCE = {"cpu": 1 << 24, "cuda": 1 << 28}
+LOGITS_AT_ONCE = {"cpu": 1 << 24, "cuda": 1 << 28}
 _CACHE_BYTES = 1 << 28  # a model of this size is read from disk once
 _CACHE_SHARE = 0.3  # of a GPU's free memory, for the same
 
@@ -281,7 +281,7 @@ class ObservedModel:
 
     def _positions(self, ids: Tensor, count: int) -> Iterator[Tensor]:
         """The first `count` positions, so many at a time that their logits are no burden."""
-        size = max(1, _LOGITS_AT_ONCE[self.device.type] // (ids.shape[0] * self._model.vocabulary))
+        size = max(1, LOGITS_AT_ONCE[self.device.type] // (ids.shape[0] * self._model.vocabulary))
         yield from torch.split(torch.arange(count, device=self.device), size)
 
     @contextmanager

@@ -12,7 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from pw.config import CalibrationConfig, QuantizeConfig, TuneConfig
-from pw.errors import ConfigError
+from pw.errors import ConfigError, ModelError
+from pw.models.resolve import resolve_model
+from pw.store.artifact import QUANTIZE, Artifact
+from pw.store.manifest import MANIFEST
 from pw_pipelines import quantize, residuals, sensitivity, trace, tune
 from pw_pipelines.progress import Progress
 from pw_pipelines.residuals import ResidualConfig
@@ -110,6 +113,39 @@ def run(
         how = {"model": model, "recipe": recipe.path, **common}
         tune.run(first, out, recipe.tune, progress, **how)
     residuals.run(out, progress, recipe.residuals, overwrite=overwrite)
+
+
+def stages_that_read(recipe: Recipe) -> tuple[str, ...]:
+    """Names of the stages of `run` that read the model, in order."""
+    untuned = () if recipe.tune is None else (QUANTIZE, sensitivity.STAGE)
+    return (*untuned, QUANTIZE, sensitivity.STAGE, "trace")
+
+
+def find_model(recipe: Recipe) -> str:
+    """Name or folder of the recipe's model, where it is now.
+
+    A relative path counts from the folder that this process runs in; the recipe that an artifact
+    keeps finds the model where the artifact was made from, too.
+
+    Raises:
+        ModelError: It is not here.
+    """
+    names, beside = [recipe.model], recipe.path.parent
+    if recipe.path.name == quantize.RECIPE and (beside / MANIFEST).is_file():
+        names.append(Artifact.open(beside).manifest.model.source)
+    refusals = []
+    for name in names:
+        try:
+            resolve_model(name)
+        except ModelError as error:
+            refusals.append(error)
+        else:
+            return name
+    raise ModelError(
+        refusals[0].message,
+        "say where it is with --model, or fetch a hub id with --download (make run: MODEL=folder, "
+        f"DOWNLOAD=1); a path counts from `{Path.cwd()}`",
+    ) from refusals[0]
 
 
 def first_output(recipe: Recipe) -> Path:

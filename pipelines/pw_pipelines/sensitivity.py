@@ -44,7 +44,7 @@ STAGE = "sensitivity"
 METRICS = ("output_gradient", "hessian")
 
 # Of decoded errors of a layer kept between batches: on a large GPU all of them.
-_CACHE_BYTES = 1 << 28
+ERRORS_BYTES = 1 << 28
 _CACHE_SHARE = 0.3  # of a GPU's free memory, for the same
 
 
@@ -157,7 +157,7 @@ class BlockErrors:
 
 def _cache_bytes(device: torch.device) -> int:
     if device.type == "cpu":
-        return _CACHE_BYTES
+        return ERRORS_BYTES
     return int(_CACHE_SHARE * free_bytes(device))
 
 

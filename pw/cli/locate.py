@@ -25,7 +25,7 @@ def cache_home() -> Path:
 
 def default_output(model: str) -> Path:
     """Where `pw quantize MODEL` writes when not told: `<name>.pw` here, never over MODEL."""
-    name = Path(model).resolve().name.partition("@")[0].removesuffix(".pw")
+    name = Path(model).resolve().name.partition("@")[0].removesuffix(".pw").removesuffix(".json")
     output = Path(f"{name}.pw")
     return Path(f"{name}-quantized.pw") if output.resolve() == Path(model).resolve() else output
 

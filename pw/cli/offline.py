@@ -6,7 +6,7 @@ Reports go to stdout, progress to stderr.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -16,12 +16,11 @@ import typer
 from pw.cli.command import print_json
 from pw.cli.locate import artifact_path, default_output
 from pw.cli.options import Calibration, Common, Widths
+from pw.cli.plans import plan, print_widths
 from pw.cli.stages import build, fetch, fit, progress_of
-from pw.config import TuneConfig, format_bytes, format_seconds
+from pw.config import TuneConfig, format_bytes
 
 if TYPE_CHECKING:
-    from pw.config import QuantizeConfig
-    from pw_pipelines.dry_run import DryRunReport
     from pw_pipelines.quantize import QuantizeReport
     from pw_pipelines.tune import TuneReport
 
@@ -140,65 +139,12 @@ def quantize(
         _print_quantized(report)
 
 
-def plan(
-    model: str,
-    path: Path,
-    config: QuantizeConfig,
-    device: str,
-    common: Common,
-    *,
-    overwrite: bool,
-) -> None:
-    """Say what `pw quantize` would do."""
-    from pw_pipelines import dry_run
-
-    report = dry_run.run(model, path, config, overwrite=overwrite, device=device)
-    if common.json:
-        print_json(report)
-    else:
-        _print_plan(report)
-
-
-def _print_plan(report: DryRunReport) -> None:
-    print(f"{report.model} ({report.architecture}) -> {report.output}: {report.blocks} blocks")
-    for module, plan in report.plan.items():
-        tiles = "x".join(str(n) for n in plan.padded)
-        print(
-            f"  {plan.count} {module} blocks {plan.rows}x{plan.cols}, stored as {tiles}: bits "
-            f"{report.min_bits} to {report.max_bits}, tables {report.lut_dtype}"
-        )
-    _print_widths(report.dense_bytes, report.bytes_by_width)
-    for title, groups in (
-        ("left alone, copied byte for byte", report.left_alone),
-        ("not copied, no part of the text model", report.not_copied),
-    ):
-        if groups:
-            print(f"{title}: {format_bytes(sum(group.bytes for group in groups))}")
-        for group in groups:
-            print(f"  {group.count:>4} {group.name}  {format_bytes(group.bytes)}")
-    print(f"calibration: {report.samples} samples, {report.tokens:,} tokens")
-    print(f"memory: about {format_bytes(report.memory_bytes)}")
-    print(
-        f"disk: {format_bytes(report.disk_bytes)}, {format_bytes(report.disk_free)} free; reads "
-        f"{format_bytes(report.read_bytes)}"
-    )
-    stages = ", ".join(f"{stage} {format_seconds(s)}" for stage, s in report.seconds.items())
-    print(f"time: about {stages}, disks not counted")
-
-
 def _print_quantized(report: QuantizeReport) -> None:
     print(f"{report.path}: {report.blocks} blocks at {report.min_bits} to {report.max_bits} bits")
-    _print_widths(report.dense_bytes, report.bytes_by_width)
+    print_widths(report.dense_bytes, report.bytes_by_width)
     print("  (planes and tables; in memory they fill whole pages, and `pw eval` counts those)")
     coverage = ", ".join(f"{count} {name}" for name, count in report.coverage.items())
     print(f"  calibration tokens  {report.tokens:>12,}, experts: {coverage}")
-
-
-def _print_widths(dense: int, bytes_by_width: Mapping[int, int]) -> None:
-    """Bytes of all experts, unquantized and at each width."""
-    print(f"  experts unquantized {format_bytes(dense):>12}")
-    for bits, size in bytes_by_width.items():
-        print(f"  at {bits} bits           {format_bytes(size):>12}  {size / dense:.0%}")
 
 
 def sensitivity(

@@ -12,8 +12,9 @@ import typer
 from pw.cli.command import print_json
 from pw.cli.eval_options import ComparisonOptions, TextOptions
 from pw.cli.evaluation import compare, print_report, run_evaluation
-from pw.cli.offline import Download, DryRun, Overwrite, plan
+from pw.cli.offline import Download, DryRun, Overwrite
 from pw.cli.options import Common
+from pw.cli.plans import print_plan
 from pw.cli.stages import fetch, progress_of
 from pw.config import EngineConfig, parse_bytes
 from pw.errors import ModelError
@@ -47,11 +48,10 @@ def run(
     loaded = stage.load_recipe(recipe)
     loaded = replace(loaded, model=model or loaded.model, output=output or loaded.output)
     fetch(loaded.model, download)
-    _find(loaded.model)
     if dry_run:
-        first = stage.first_output(loaded)
-        plan(loaded.model, first, loaded.quantize, device, common, overwrite=overwrite)
+        _plan(loaded, device, common, overwrite=overwrite, elsewhere=model is not None)
         return
+    loaded = replace(loaded, model=stage.find_model(loaded))
     stage.run(loaded, progress_of(common), overwrite=overwrite, device=device)
     described = _evaluate(loaded, device, common)
     if common.json:
@@ -62,15 +62,34 @@ def run(
     print(f"artifact: `{loaded.output}`")
 
 
-def _find(model: str) -> None:
-    """Refuse a model that is not here, with what a user of recipes can do about it."""
-    from pw.models.resolve import resolve_model
+def _plan(recipe: Recipe, device: str, common: Common, *, overwrite: bool, elsewhere: bool) -> None:
+    """Say what all stages would do; from the config beside the recipe where no model is."""
+    from pw_pipelines import dry_run
+    from pw_pipelines import recipe as stage
 
+    first, settings = stage.first_output(recipe), recipe.quantize
+    how: dict[str, Any] = {
+        "device": device,
+        "stages": stage.stages_that_read(recipe),
+        "artifacts": 1 if recipe.tune is None else 2,
+    }
+    file = recipe.path.parent / "configs" / f"{recipe.path.stem}.json"
     try:
-        resolve_model(model)
-    except ModelError as error:
-        hint = "say where it is with --model, or fetch a hub id with --download"
-        raise ModelError(error.message, f"{hint} (make run: MODEL=folder, DOWNLOAD=1)") from error
+        model = stage.find_model(recipe)
+    except ModelError:
+        if elsewhere or not file.is_file():
+            raise
+        report = dry_run.run_config(recipe.model, file, first, settings, **how)
+    else:
+        report = dry_run.run(model, first, settings, overwrite=overwrite, **how)
+    more = {"fit-residuals": f"{report.blocks} heads, a linear fit each"}
+    if asked := recipe.evaluation.policies:
+        text = recipe.evaluation
+        most = "" if text.max_chunks is None else f"{text.max_chunks} "
+        more["evaluation"] = (
+            f"{', '.join(asked)} on {most}chunks of {text.seqlen:,} tokens of `{text.text}`"
+        )
+    print_plan(report, common, more)
 
 
 def _evaluate(recipe: Recipe, device: str, common: Common) -> dict[str, Any] | None:

@@ -271,6 +271,32 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(made: Made, tmp_path: Path
     assert json.loads(done.out)["plan"]["down"]["count"] == 6
 
 
+def test_a_recipe_of_a_model_that_is_not_here_is_planned_from_its_config(tmp_path: Path) -> None:
+    (tmp_path / "configs").mkdir()
+    recipe, config = tmp_path / "big.toml", tmp_path / "configs" / "big.json"
+    recipe.write_text(f'model = "nobody/big"\noutput = "{tmp_path}/big.pw"\n[tune]\nbits = 3\n')
+    lost = run("run", str(recipe), "--dry-run")
+    assert (lost.code, lost.out) == (1, "")
+    assert "error: model is not in the local cache: `nobody/big`" in lost.err
+    shutil.copyfile(ROOT / "pipelines/recipes/configs/qwen3-30b-a3b.json", config)
+    planned = run("run", str(recipe), "--dry-run")
+    assert planned.code == 0, planned.err
+    first, second, *rest = planned.out.splitlines()
+    assert first == "checkpoint is not here: `nobody/big`: planned from its config alone,"
+    assert second.startswith(f"`{config}`; ")
+    assert "nobody/big (qwen3_moe)" in rest[0]
+    assert [line.split()[0] for line in rest if line.startswith(("  quant", "  sens", "  tr"))] == [
+        "quantize", "sensitivity", "quantize", "sensitivity", "trace"
+    ]  # fmt: skip
+    told = run("run", str(recipe), "--dry-run", "--model", "nobody/other")
+    assert (told.code, told.out) == (1, "")
+    described = json.loads(run("quantize", str(config), "--dry-run", "--json").out)
+    assert described["config_file"] == str(config)
+    assert described["output"] == "big.pw"
+    assert described["dense_bytes"] == 48 * 128 * 3 * 2048 * 768 * 2
+    assert not list(tmp_path.glob("*.pw*"))
+
+
 def test_export_writes_a_checkpoint(made: Made, tmp_path: Path) -> None:
     out = tmp_path / "out"
     done = run("export", str(made.artifact), "--bits", "3", "-o", str(out))
@@ -308,8 +334,13 @@ def test_a_recipe_runs_once_and_scores_its_policies(made: Made, tmp_path: Path) 
     told = run(*flags[:4]).err
     for stage in ("quantize", "sensitivity", "trace", "fit-residuals", "evaluation"):
         assert f"{stage}: done already" in told
+    for stage in ("quantize", "sensitivity", "trace", "fit-residuals", "evaluation    static:2"):
+        assert f"\n  {stage}" in planned.out
     lost = run("run", str(recipe), "--dry-run")
     assert (lost.code, lost.out) == (1, "")
     assert "error: no such model: `elsewhere`\nhint: say where it is with --model" in lost.err
+    assert f"a path counts from `{Path.cwd()}`" in lost.err
+    kept = run("run", str(tmp_path / "small.pw" / "recipe.toml"), "-q")
+    assert kept.code == 0, kept.err  # the artifact knows where its model was
     missing = run("run", str(tmp_path / "none.toml"))
     assert (missing.code, missing.err.splitlines()[0][:27]) == (2, "error: cannot read recipe: ")

@@ -7,6 +7,7 @@ import shutil
 import time
 from collections import namedtuple
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -22,10 +23,13 @@ from pw.errors import (
     StaleStageError,
     StoreError,
 )
+from pw.models.checkpoint import Checkpoint
 from pw.models.shards import ShardIndex
 from pw.models.testing import make_checkpoint
 from pw.store.artifact import Artifact
-from pw_pipelines import dry_run, quantize
+from pw_pipelines import activations, dry_run, needs, quantize, sensitivity, trace
+from pw_pipelines.needs import Needs
+from pw_pipelines.savepoint import Savepoint
 from support.offline import QUIET, calibration, random_checkpoint, write_tokenizer
 
 Usage = namedtuple("Usage", "total used free")
@@ -76,7 +80,85 @@ def test_the_plan_is_what_quantize_then_makes(
         sum(p.count * p.bytes_by_width[3] for p in planned.plan.values())
         == (made.bytes_by_width[3])
     )
-    assert all(seconds >= 0 for seconds in planned.seconds.values())
+    [stage] = planned.stages
+    assert (stage.stage, set(stage.seconds)) == ("quantize", {"calibration", "fit"})
+    assert min(stage.seconds.values()) >= 0
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "qwen2_moe", "gpt_oss", "deepseek_v3"])
+@pytest.mark.usefixtures("no_weights")
+def test_a_config_alone_gives_the_plan_of_its_checkpoint(kind: str, tmp_path: Path) -> None:
+    random_checkpoint(tmp_path / "model", kind, dtype=torch.bfloat16)
+    text = replace(calibration(tmp_path), nsamples=3)
+    config, out = QuantizeConfig(max_bits=4, calibration=text), tmp_path / "a.pw"
+    stages = ("quantize", "sensitivity", "trace")
+    whole = dry_run.run(str(tmp_path / "model"), out, config, stages=stages)
+    file = tmp_path / "model" / "config.json"
+    alone = dry_run.run_config("elsewhere", file, out, config, stages=stages)
+    assert (whole.config_file, alone.config_file) == (None, file)
+    for name in ("architecture", "plan", "dense_bytes", "bytes_by_width", "tokens", "lut_dtype"):
+        assert getattr(alone, name) == getattr(whole, name), name
+    copied = [sum(group.bytes for group in report.left_alone) for report in (whole, alone)]
+    assert copied[0] == copied[1]
+    assert alone.memory_bytes == whole.memory_bytes
+    assert alone.disk_bytes == whole.disk_bytes
+    for one, other in zip(whole.stages, alone.stages, strict=True):
+        assert replace(one, seconds={}) == replace(other, seconds={})
+
+
+def test_stages_need_what_they_then_take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files of hidden states, and bytes that are read at most."""
+    random_checkpoint(tmp_path / "model", "mixtral")
+    for module in (activations, needs):
+        monkeypatch.setattr(module, "MEMORY_BYTES", 0)
+    text, out = calibration(tmp_path), tmp_path / "a.pw"
+    config = QuantizeConfig(max_bits=4, calibration=text)
+    stages = ("quantize", "sensitivity", "trace")
+    planned = dry_run.run(str(tmp_path / "model"), out, config, stages=stages, artifacts=2)
+    one = dry_run.run(str(tmp_path / "model"), out, config)
+    scratch = [stage.scratch_bytes for stage in planned.stages]
+    assert planned.disk_bytes - max(scratch) == 2 * (one.disk_bytes - scratch[0])
+    sizes: list[int] = []
+    clear = Savepoint.clear
+
+    def measured(savepoint: Savepoint) -> None:
+        if savepoint.states.is_file():
+            sizes.append(savepoint.states.stat().st_size)
+        clear(savepoint)
+
+    monkeypatch.setattr(Savepoint, "clear", measured)
+    read: list[int] = []
+    opened = Checkpoint.open
+
+    def noted(path: Path) -> Checkpoint:
+        checkpoints.append(opened(path))
+        return checkpoints[-1]
+
+    checkpoints: list[Checkpoint] = []
+    monkeypatch.setattr(Checkpoint, "open", noted)
+    quantize.run(str(tmp_path / "model"), out, config, QUIET)
+    read.append(checkpoints[-1].shards.bytes_read)
+    for stage in (sensitivity, trace):
+        stage.run(out, text, QUIET)
+        read.append(checkpoints[-1].shards.bytes_read)
+    assert sizes == scratch
+    config_bytes = 3 * (tmp_path / "model" / "config.json").stat().st_size
+    for found, stage in zip(read, planned.stages, strict=True):
+        assert found <= stage.read_bytes + config_bytes
+
+
+@pytest.mark.usefixtures("no_weights")
+def test_a_config_alone_is_planned_whatever_room_there_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    random_checkpoint(tmp_path / "model", "mixtral")
+    monkeypatch.setattr(Needs, "memory_there", lambda _: 3 << 20)
+    config = QuantizeConfig(max_bits=4)
+    file = tmp_path / "model" / "config.json"
+    found = dry_run.run_config("elsewhere", file, tmp_path / "a.pw", config)
+    assert found.memory_there == 3 << 20 < found.memory_bytes
+    with pytest.raises(ModelError, match=r"cannot read config: `.*gone.json`"):
+        dry_run.run_config("elsewhere", tmp_path / "gone.json", tmp_path / "a.pw", config)
 
 
 def damage_shard(model: Path) -> None:
@@ -120,7 +202,8 @@ def test_what_would_fail_later_is_refused_at_once(
 
 
 @pytest.mark.parametrize(
-    ("seconds", "text"), [(0.4, "0 s"), (119, "119 s"), (4000, "67 min"), (100_000, "28 h")]
+    ("seconds", "text"),
+    [(0.4, "0 s"), (119, "119 s"), (4000, "67 min"), (100_000, "28 h"), (1e6, "12 days")],
 )
 def test_durations_are_for_people(seconds: float, text: str) -> None:
     assert format_seconds(seconds) == text
@@ -158,8 +241,8 @@ def test_a_folder_or_a_machine_that_will_not_do_is_refused(
         patch.setattr(os, "access", lambda *_: False)
         with pytest.raises(StoreError, match=f"cannot write into `{tmp_path}`"):
             plan(tmp_path / "model", text)
-    needed = plan(tmp_path / "model", text).memory_bytes
-    monkeypatch.setattr(dry_run._Needs, "memory_there", lambda _: 3 << 20)
+    needed = plan(tmp_path / "model", text).stages[0].memory_bytes
+    monkeypatch.setattr(Needs, "memory_there", lambda _: 3 << 20)
     told = f"about {format_bytes(needed)} of memory are needed, 3.00 MiB are there"
     with pytest.raises(ConfigError, match=told):
         plan(tmp_path / "model", text)
@@ -196,7 +279,7 @@ def test_long_texts_need_room_for_hidden_states(
     random_checkpoint(tmp_path / "model", "mixtral")
     text = calibration(tmp_path)
     small = plan(tmp_path / "model", text)
-    monkeypatch.setattr(dry_run, "MEMORY_BYTES", 1000)
+    monkeypatch.setattr(needs, "MEMORY_BYTES", 1000)
     states = 2 * 8 * 64 * 32 * 4  # in and out, tokens, hidden size, float32
     spilled = plan(tmp_path / "model", text)
     assert spilled.disk_bytes - small.disk_bytes == states
