@@ -14,6 +14,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from pw_kernels.bitplane import MAX_BITS
+
 NO_PAGE = -1
 
 
@@ -33,6 +35,7 @@ class WeightPages:
     plane_pages: Tensor  # [E, B, PP] int32, NO_PAGE where absent
     lut_pages: Tensor  # [E, LP] int32, pages of the region that holds the table in use
     lut_offset: Tensor  # [E] int32, byte offset of that table in its region, multiple of 512
+    widths: tuple[int, int] = (1, MAX_BITS)  # least and greatest that a block can ever have
 
     def __post_init__(self) -> None:
         named = {

@@ -7,6 +7,7 @@ collected only for the parts of a batch that are prompt, and only when a planner
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
@@ -14,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from pw.blocks import ExpertGeometry
+from pw.blocks import MODULES, ExpertGeometry
 from pw.engine.context import Batch, PrefillSpan
 from pw.engine.precision.statistics import PromptStatistics
 from pw.memory.arena import Arena
@@ -71,15 +72,17 @@ class PagedExperts:
         biases: Biases,
         lut_dtype: torch.dtype,
         counter: RoutingCounter | None,
+        widths: tuple[int, int],  # least and greatest that a block can ever have
     ) -> None:
         self.batch: Batch | None = None
         self._arena = arena
         self._activations, self._biases = activations, biases
         self._lut_dtype, self._counter, self._top_k = lut_dtype, counter, table.geometry.top_k
-        self._pages: list[tuple[WeightPages, WeightPages]] = [
-            (table.pages_of(slot, "gate_up"), table.pages_of(slot, "down"))
+        modules = [
+            [replace(table.pages_of(slot, module), widths=widths) for module in MODULES]
             for slot in range(len(table.geometry.layers))
         ]
+        self._pages: list[tuple[WeightPages, WeightPages]] = [(a, b) for a, b in modules]
 
     def __call__(
         self, slot: int, _module: nn.Module, x: Tensor, ids: Tensor, weights: Tensor

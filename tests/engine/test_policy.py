@@ -124,3 +124,14 @@ def test_a_static_engine_stays_what_it_is(artifact: Path) -> None:
     with pytest.raises(RequestError, match="started with the policy static:3") as refused:
         engine.set_policy("static:4")
     assert "--precision-policy adaptive" in refused.value.hint
+
+
+@pytest.mark.parametrize(
+    ("policy", "settings", "widths"),
+    [("static:3", {}, (3, 3)), ("adaptive", {}, (2, 6)), ("adaptive", {"max_bits": 4}, (2, 4))],
+)
+def test_kernels_know_which_widths_a_policy_can_reach(
+    qwen: tuple[Any, Path], policy: str, settings: dict[str, Any], widths: tuple[int, int]
+) -> None:
+    experts: Any = open_engine(qwen[1], policy, **settings)._parts.runner._experts
+    assert {pages.widths for pair in experts._pages for pages in pair} == {widths}

@@ -124,7 +124,9 @@ class Followed:
             self._mover = Mover(ground.arena, store, **ground.mover_settings())
             self._store = store
             self.host_bytes = store.bytes
-            experts = PagedExperts(self._table, ground.arena, *biases, source.lut_dtype, None)
+            experts = PagedExperts(
+                self._table, ground.arena, *biases, source.lut_dtype, None, ground.widths
+            )
         experts = by_rank(experts, source, None, skeleton.device)
         self._runner = ModelRunner(skeleton, experts, ground.kv, skeleton.vocab_size)
 

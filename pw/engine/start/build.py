@@ -172,6 +172,7 @@ def _load_weights(ground: Ground, trace: TraceWriter, team: Team | None) -> _Wei
         skeleton.biases,
         source.lut_dtype,
         None if whole else counter,
+        ground.widths,
     )
     experts = by_rank(paged, source, counter, device)
     return _Weights(experts, precision, table, store, mover, quality)

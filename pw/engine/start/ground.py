@@ -40,12 +40,24 @@ class Ground:
         """Whether the arena is on a GPU."""
         return self.arena.pages.device.type == "cuda"
 
+    @property
+    def _moves(self) -> bool:
+        """Whether blocks change their widths."""
+        return self.config.policy.kind in ("adaptive", "replay")
+
+    @property
+    def widths(self) -> tuple[int, int]:
+        """Least and most bits that a block can ever have."""
+        if self.config.policy.kind == "replay":  # a trace may reach any width
+            return self.demand.stored_bits
+        return int(self.demand.least_bits.min()), int(self.demand.most_bits.max())
+
     def plane_store(self) -> HostPlaneStore:
         """Read the planes that can move into the host's memory."""
         return HostPlaneStore(
             self.loaded.source,
             self.memory.layouts,
-            movable=_movable(self.config, self.demand),
+            movable=self.widths if self._moves else (0, 0),
             limit_bytes=self.config.offload_cpu_memory,
             pin=self.on_gpu,
             alike=self.config.load_format == "dummy",
@@ -101,15 +113,6 @@ def lay_ground(
         prefix_rule=config.prefix_cache_precision if config.enable_prefix_caching else None,
     )
     return Ground(config, loaded, demand, memory, arena, pool, kv)
-
-
-def _movable(config: EngineConfig, demand: Demand) -> tuple[int, int]:
-    """Least and most bits of blocks that change; equal where none does."""
-    if config.policy.kind == "replay":  # a trace may reach any width
-        return demand.stored_bits
-    if config.policy.kind != "adaptive":
-        return (0, 0)
-    return int(demand.least_bits.min()), int(demand.most_bits.max())
 
 
 def device_of(config: EngineConfig, rank: int = 0) -> torch.device:
