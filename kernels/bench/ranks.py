@@ -50,6 +50,7 @@ CONFIGS = Path(__file__).parents[2] / "pipelines" / "recipes" / "configs"
 CASES = ["32:4:1", "32:4:2", "32:4:2e", "32:4:2m", "64:4:1", "64:4:2", "64:8:2"]
 WARM, PROFILED, SPARE = 8, 8, 16  # steps
 SHOWN = 14  # kernels
+_END_SECONDS = 10.0  # for a case that has been measured to close its engine
 LOW_WATERMARK = PlannerConfig().low_watermark
 ROOMY = 1 << 30  # bytes beyond a tight budget: what graphs set aside
 
@@ -281,6 +282,7 @@ def run_case(text: str, options: argparse.Namespace) -> None:
             else:
                 result |= steps(engine, case, options)
             options.json.write_text(json.dumps(plain(result)))
+            print("measured", flush=True)
         finally:
             engine.close()
 
@@ -304,17 +306,26 @@ class Started:
             stdout=subprocess.PIPE,
             env=os.environ | peers,
         )
+        self._next = self._line()
+
+    def _line(self) -> threading.Thread:
+        """Waits for its next line, or its end."""
         assert self._child.stdout is not None
-        self._ready = threading.Thread(target=self._child.stdout.readline, daemon=True)
-        self._ready.start()
+        thread = threading.Thread(target=self._child.stdout.readline, daemon=True)
+        thread.start()
+        return thread
 
     def measure(self, seconds: float) -> dict[str, Any] | None:
         """Have it measure, once it is ready; None if it fails or takes longer."""
         try:
-            self._ready.join(seconds)
-            self._child.communicate(b"go\n", timeout=seconds)
+            self._next.join(seconds)
+            assert self._child.stdin is not None
+            self._child.stdin.write(b"go\n")
+            self._child.stdin.flush()
+            self._next = self._line()
+            self._next.join(seconds)
             result: dict[str, Any] = json.loads(self._result.read_text())
-        except (OSError, ValueError, subprocess.TimeoutExpired) as error:
+        except (OSError, ValueError) as error:
             print(f"{self.text}: {error}", file=sys.stderr)
             self._child.kill()
             return None
@@ -322,7 +333,14 @@ class Started:
 
     def wait_until_ready(self, seconds: float) -> None:
         """Wait until it has started, or for so long."""
-        self._ready.join(seconds)
+        self._next.join(seconds)
+
+    def end(self) -> None:
+        """See to it that it is gone."""
+        try:
+            self._child.communicate(timeout=_END_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._child.kill()
 
 
 def run_together(
@@ -342,6 +360,8 @@ def run_together(
             if result is not None:
                 show(result)
                 yield result
+        for case in cases:
+            case.end()
 
 
 def show(result: dict[str, Any]) -> None:
