@@ -44,7 +44,6 @@ def create_app(
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
         engine.start()
         context.watch.start()
-        context.grammars.warm()
         yield
         context.gate.draining = True
         await context.watch.stop()

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -150,46 +152,48 @@ def test_a_worker_that_cannot_start_is_a_503_and_one_line(tmp_path, capfd):
     assert "Traceback" not in told
 
 
-def test_the_worker_waits_for_the_first_grammar_where_a_server_warms_it(monkeypatch):
-    monkeypatch.setattr(grammars, "WARM_SECONDS", 0.01)
+def test_a_server_starts_none_until_a_grammar_comes(monkeypatch):
+    started = []
+
+    async def start(checker):
+        started.append(checker)
+        raise OSError(errno.ENOMEM, "no memory")
+
+    monkeypatch.setattr(GrammarChecker, "_start", start)
+    app = create_app(
+        FakeEngine(), WordTokenizer(), ServingConfig(("fake",), grammar_tokenizer=TINY)
+    )
+    with TestClient(app) as client:
+        body = {"model": "fake", "prompt": "1", "max_tokens": 1}
+        assert client.post("/v1/completions", json=body).status_code == 200
+        assert started == []
+        body["guided_regex"] = "a"
+        refused = client.post("/v1/completions", json=body)
+        assert refused.status_code == 503
+        told = refused.json()["error"]["message"]
+        assert told == "the grammar compiler does not start: no memory"
+        assert started == [app.state.context.grammars]
+
+
+def test_a_worker_that_never_gets_ready_does_not_block_the_next_one(monkeypatch, tmp_path):
+    silent = tmp_path / "python"
+    silent.write_text("#!/bin/sh\nexec sleep 60\n")
+    silent.chmod(0o755)
+    monkeypatch.setattr(grammars, "START_SECONDS", 0.2)
+    monkeypatch.setattr(grammars, "ANSWER_SECONDS", 0.0)
 
     async def run():
         checker = GrammarChecker(TINY)
-        checker.warm()
-        while checker._process is None:
-            await asyncio.sleep(0.01)
-        process = checker._process
-        assert await verdict(checker, Grammar("regex", "a")) is None  # waits for the same start
-        assert checker._process is process
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "executable", str(silent))
+            assert (await verdict(checker, Grammar("regex", "a")))[1] == 503
+        assert checker._process is None
+        monkeypatch.setattr(grammars, "START_SECONDS", 120.0)
+        monkeypatch.setattr(grammars, "ANSWER_SECONDS", 60.0)
+        assert await verdict(checker, Grammar("regex", "a")) is None
         await checker.close()
-        assert process.returncode is not None
 
     asyncio.run(run())
-
-
-def test_a_worker_that_is_warming_ends_with_the_server(monkeypatch):
-    async def run(warm_seconds, wait_for_process):
-        monkeypatch.setattr(grammars, "WARM_SECONDS", warm_seconds)
-        checker = GrammarChecker(TINY)
-        checker.warm()
-        while wait_for_process and checker._process is None:
-            await asyncio.sleep(0.001)
-        process = checker._process
-        await checker.close()
-        assert len(asyncio.all_tasks()) == 1
-        assert process is None or process.returncode == -signal.SIGKILL
-
-    asyncio.run(run(60.0, False))
-    asyncio.run(run(0.0, True))
-    GrammarChecker(None).warm()  # has nothing to start, not even a loop
-
-
-def test_a_server_warms_it():
-    started = []
-    app = create_app(FakeEngine(), WordTokenizer(), ServingConfig(("fake",)))
-    app.state.context.grammars.warm = lambda: started.append(True)
-    with TestClient(app):
-        assert started == [True]
 
 
 def test_the_worker_starts_with_the_first_grammar_and_ends_with_the_server():

@@ -1,15 +1,13 @@
 """Grammars are tried in a process of their own before the engine sees them; see `grammar_worker`.
 
 A grammar that does not compile, or not in the time and memory it gets, is the request's error. The
-compiler brings torch, seconds of start and hundreds of megabytes: its process starts beside the
-server's first requests, so that the first grammar need not wait for it, and ends when none has come
-for an hour; then the next one waits.
+compiler brings torch, seconds of start and hundreds of megabytes: its process starts with the first
+grammar, which waits for it, and ends when none has come for an hour; then the next one waits.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hashlib
 import importlib.util
 import logging
@@ -32,7 +30,6 @@ CACHE_BYTES = 1 << 20  # of verdicts
 MAX_WAITING = 32
 START_SECONDS = 120.0
 ANSWER_SECONDS = 60.0  # for a grammar and all that wait before it
-WARM_SECONDS = 1.0  # after the server's start; what is stopped before needs no compiler
 IDLE_SECONDS = 3600.0  # without a new grammar; then the process ends until the next one
 _ENTRY_BYTES = 256  # of a cached verdict, beside its text
 
@@ -83,25 +80,12 @@ class GrammarChecker:
         self._starting = asyncio.Lock()
         self._readers: set[asyncio.Task[None]] = set()
         self._idle: asyncio.TimerHandle | None = None
-        self._warming: asyncio.Task[None] | None = None
         self._closed = False
 
     @property
     def offered(self) -> bool:
         """Whether grammars can be followed here at all."""
         return self._folder is not None and importlib.util.find_spec("xgrammar") is not None
-
-    def warm(self) -> None:
-        """Start the process soon, if grammars can be followed here."""
-        if self.offered:
-            self._warming = asyncio.get_running_loop().create_task(self._warm())
-
-    async def _warm(self) -> None:
-        await asyncio.sleep(WARM_SECONDS)
-        # What goes wrong here goes wrong for the first grammar too, whose client is told.
-        with contextlib.suppress(RequestError, OSError):
-            await self._running()
-        self._rest_later()
 
     async def check(self, grammar: Grammar, param: str) -> None:
         """Return if the engine can take the grammar.
@@ -132,9 +116,6 @@ class GrammarChecker:
         self._closed = True
         if self._idle is not None:
             self._idle.cancel()
-        if self._warming is not None:
-            self._warming.cancel()
-            await asyncio.gather(self._warming, return_exceptions=True)
         process, self._process = self._process, None
         if process is not None:
             if process.returncode is None:
@@ -166,6 +147,8 @@ class GrammarChecker:
             raise _unavailable("does not answer") from None
         except ConnectionError:
             raise _unavailable("has ended") from None
+        except OSError as cause:  # no memory or no number left for another process
+            raise _unavailable(f"does not start: {cause.strerror}") from None
         finally:
             del self._trials[key]
             self._rest_later()
@@ -232,7 +215,13 @@ class GrammarChecker:
         if self._closed:
             process.kill()
         assert process.stdout is not None
-        if not await process.stdout.readline():
+        try:
+            ready = await process.stdout.readline()
+        except asyncio.CancelledError:  # it takes too long: the next grammar starts another
+            process.kill()
+            self._process = None
+            raise
+        if not ready:
             await process.wait()
             raise _unavailable("does not start")
         self._answers = {}
