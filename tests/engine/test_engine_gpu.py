@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -38,10 +39,11 @@ def test_what_changes_logits_does_the_same_on_the_gpu(tmp_path: Path) -> None:
     params = [
         SamplingParams(**settings, frequency_penalty=0.7, repetition_penalty=1.2),
         SamplingParams(**settings, logit_bias=((9, 5.0), (70, -100.0)), min_tokens=20),
-        SamplingParams(**settings, grammar=Grammar("regex", "[a-f]{20}")),
         SamplingParams(**settings),
     ]
-    prompts = [random_prompt(11 + seed, seed) for seed in range(4)]
+    if find_spec("xgrammar") is not None:
+        params.append(SamplingParams(**settings, grammar=Grammar("regex", "[a-f]{20}")))
+    prompts = [random_prompt(11 + seed, seed) for seed in range(len(params))]
     on_cpu = open_engine(artifact, "static:4").generate(prompts, params)
     on_gpu = open_engine(artifact, "static:4", device="cuda", dtype="float32")
     for mine, expected in zip(on_gpu.generate(prompts, params), on_cpu, strict=True):
