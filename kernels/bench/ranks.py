@@ -11,8 +11,8 @@ process of its own; those with commas between them start at the same time, and a
 Weights are random, in the shape of a config. Requests start with a context that counts as computed:
 their KV pages are taken and hold whatever the arena held. Decode steps are timed as their caller
 sees them (median), from CUDA graphs, launched ahead. What a step's time goes to is rank 0's, by
-kernel, from torch's profiler over some steps more; kernels overlap, so that their sum may exceed
-the step. How many experts a layer reads, and the busiest rank of them, is looked at in one step.
+kernel, from torch's profiler over some steps more. How many experts a layer reads, and the busiest
+rank of them, is looked at in one step.
 """
 
 import argparse
@@ -50,6 +50,7 @@ CONFIGS = Path(__file__).parents[2] / "pipelines" / "recipes" / "configs"
 CASES = ["32:4:1", "32:4:2", "32:4:2e", "32:4:2m", "64:4:1", "64:4:2", "64:8:2"]
 WARM, PROFILED, SPARE = 8, 8, 16  # steps
 SHOWN = 14  # kernels
+IDLE = "between kernels"
 _END_SECONDS = 10.0  # for a case that has been measured to close its engine
 LOW_WATERMARK = PlannerConfig().low_watermark
 ROOMY = 1 << 30  # bytes beyond a tight budget: what graphs set aside
@@ -135,17 +136,28 @@ def by_rank(status: EngineStatus) -> list[dict[str, int]]:
 
 
 def profile(engine: Engine) -> dict[str, float]:
-    """Milliseconds of a step on rank 0 by kernel; a sum includes the wait for the other ranks."""
+    """Milliseconds of a step on rank 0 by kernel, and what is left over; they add up to the step.
+
+    A kernel that begins while others run has the time from their ends to its own. A sum has the
+    wait for the other ranks, too.
+    """
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
         for _ in range(PROFILED):
             engine.step()
         torch.cuda.synchronize()
-    found = {
-        event.key: event.self_device_time_total / 1e3 / PROFILED
-        for event in seen.key_averages()
-        if event.self_device_time_total
-    }
-    return dict(sorted(found.items(), key=lambda item: -item[1]))
+    runs = sorted(
+        (event.time_range.start, event.time_range.end, event.name)
+        for event in seen.events()
+        if event.device_type == torch.autograd.DeviceType.CUDA and not event.is_user_annotation
+    )
+    found: dict[str, float] = {}
+    end = first = runs[0][0]
+    for started, ended, name in runs:
+        found[name] = found.get(name, 0.0) + max(0.0, ended - max(started, end))
+        end = max(end, ended)
+    found[IDLE] = end - first - sum(found.values())
+    per_step = 1e3 * PROFILED
+    return {name: us / per_step for name, us in sorted(found.items(), key=lambda item: -item[1])}
 
 
 class Watch:
@@ -368,10 +380,9 @@ def show(result: dict[str, Any]) -> None:
     """A case for reading."""
     for row in result.get("decode", []):
         kernels = row["kernels_ms"]
-        total = sum(kernels.values())
         print(
             f"| {result['case']} | {row['batch']} | {row['step_ms']:.2f} "
-            f"| {row['tokens_per_second']:.0f} | {total:.2f} "
+            f"| {row['tokens_per_second']:.0f} | {kernels[IDLE]:.2f} "
             f"| {sum(ms for name, ms in kernels.items() if is_sum(name)):.2f} "
             f"| {row['routing']['experts']:.2f}, {row['routing']['busiest_rank_experts']:.2f} |",
             flush=True,
@@ -408,7 +419,7 @@ def main() -> None:
         run_case(options.case, options)
         return
     print(
-        "| layers:bits:ranks | batch | ms a step | tokens/s | kernels, ms | of it sums, ms "
+        "| layers:bits:ranks | batch | ms a step | tokens/s | between kernels, ms | sums, ms "
         "| experts of a layer, busiest rank |"
     )
     print("|---" * 7 + "|", flush=True)
