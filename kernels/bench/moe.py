@@ -14,7 +14,7 @@ same routing and last sum. One table comes last.
 import argparse
 import json
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -31,7 +31,7 @@ from pw_kernels.bitplane import lut_bytes, padded_rows, plane_bytes
 from pw_kernels.pages import NO_PAGE, WeightPages
 
 PAGE_BYTES = 65536
-MAX_BITS = 8
+MIN_BITS, MAX_BITS = 2, 8
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,52 @@ MIXES: dict[str, Callable[[int], int]] = {
     "2..4": lambda e: 2 + e % 3,
     "2..8": lambda e: 2 + e % 7,
 }
+Widths = Mapping[str, Sequence[int]]  # by module and expert
+
+
+def planned(model: Model, mean_bits: int, spread: float = 1.5) -> Widths:
+    """Widths as a planner gives them within the bytes of a uniform width: the least loss.
+
+    Losses fall by four a bit; their scales are log-normal with `spread` as the standard deviation
+    of the logarithm, as the dummy weights of the engine have (`pw/engine/start/dummy.py`).
+    """
+    middle = (torch.arange(model.experts) + 0.5) / model.experts
+    scale = torch.special.ndtri(middle.double()).mul(spread).exp()
+    scales = {m: scale[torch.randperm(model.experts)].tolist() for m in model.shapes}
+    widths = {m: [MIN_BITS] * model.experts for m in model.shapes}
+    room = sum(
+        model.experts * (block_bytes(*shape, mean_bits) - block_bytes(*shape, MIN_BITS))
+        for shape in model.shapes.values()
+    )
+
+    def gain(module: str, expert: int) -> tuple[float, int]:
+        """Loss a byte that one more bit takes away, and the bytes."""
+        bits = widths[module][expert]
+        more = block_bytes(*model.shapes[module], bits + 1)
+        more -= block_bytes(*model.shapes[module], bits)
+        return scales[module][expert] * 0.25**bits / more, more
+
+    blocks = [(*gain(m, e), m, e) for m in model.shapes for e in range(model.experts)]
+    while blocks:
+        _, more, module, expert = best = max(blocks)
+        blocks.remove(best)
+        if more > room:
+            continue
+        room -= more
+        widths[module][expert] += 1
+        if widths[module][expert] < MAX_BITS:
+            blocks.append((*gain(module, expert), module, expert))
+    return widths
+
+
+def alike(model: Model, width: Callable[[int], int]) -> Widths:
+    """The same widths for both modules."""
+    return {module: [width(e) for e in range(model.experts)] for module in model.shapes}
+
+
+def block_bytes(rows: int, cols: int, bits: int) -> int:
+    """Bytes of a block's planes and table."""
+    return padded_rows(rows) * cols * bits // 8 + lut_bytes(rows, bits)
 
 
 class Blocks:
@@ -99,8 +145,7 @@ class Blocks:
 
     def bytes_read(self, bits: Sequence[int], touched: set[int]) -> int:
         """Bytes of planes and tables of the experts that have tokens."""
-        weights = padded_rows(self.rows) * self.cols
-        return sum(weights * bits[e] // 8 + lut_bytes(self.rows, bits[e]) for e in touched)
+        return sum(block_bytes(self.rows, self.cols, bits[e]) for e in touched)
 
 
 class Layer:
@@ -124,9 +169,9 @@ class Layer:
             for name, shape in model.shapes.items()
         }
 
-    def set_bits(self, bits: Sequence[int]) -> None:
-        for blocks in self.blocks.values():
-            blocks.set_bits(bits)
+    def set_bits(self, widths: Widths) -> None:
+        for name, blocks in self.blocks.items():
+            blocks.set_bits(widths[name])
 
     def batches(self, tokens: int) -> list[tuple[Tensor, Tensor, Tensor]]:
         """Inputs [T, H], ids and weights [T, k]; together the batches touch all experts."""
@@ -261,9 +306,10 @@ def dense_times(layer: Layer, batches: Sequence[Any]) -> dict[str, dict[str, flo
 def bench(options: argparse.Namespace) -> list[dict[str, Any]]:
     model = MODELS[options.model]
     layer = Layer(model)
-    widths = {f"{b}": [b] * model.experts for b in options.bits}
+    widths = {f"{b}": alike(model, lambda _, b=b: b) for b in options.bits}
     if options.mixes:
-        widths |= {k: [f(e) for e in range(model.experts)] for k, f in MIXES.items()}
+        widths |= {name: alike(model, width) for name, width in MIXES.items()}
+        widths |= {f"planned {b}": planned(model, b) for b in (3, 4)}
     records = []
     stamp = {
         "model": options.model,
@@ -295,7 +341,7 @@ def bench(options: argparse.Namespace) -> list[dict[str, Any]]:
                 record = {"tokens": tokens, "width": width, "module": module, "us": times[module]}
                 if module in layer.blocks:
                     blocks = layer.blocks[module]
-                    read = statistics.mean(blocks.bytes_read(bits, t) for t in touched)
+                    read = statistics.mean(blocks.bytes_read(bits[module], t) for t in touched)
                     record |= {"bytes": int(read), "error": error}
                 if module in dense["triton"]:
                     record["ratio"] = dense["triton"][module] / times[module]

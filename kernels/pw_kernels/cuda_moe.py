@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,6 +50,8 @@ class Tuning:
         resident: Bytes of shared memory for tables, there: a block takes as many row tiles at once
             as fit, and the rest in turn.
         pingpong: Two turns of the loop instead of one, so that no register is copied; up to 6 bits.
+        queue: As many blocks as the device holds take the items of the list in turn, so that an
+            empty list costs little; otherwise an item is a block of the grid.
     """
 
     split: int
@@ -56,6 +59,7 @@ class Tuning:
     items: int = 1
     resident: int = 64 << 10
     pingpong: bool = False
+    queue: bool = False
 
 
 @dataclass(frozen=True)
@@ -114,12 +118,12 @@ def choose_plan(slots: int, experts: int, shared_bytes: int = _ROOMY) -> Plan:
     if 2 * slots <= experts:  # few blocks: more warps on each, and one launch for all widths
         return Plan(1, Tuning(4, 2), None, direct=True)
     if slots <= 4 * experts:
-        return Plan(1, Tuning(2, 5), Tuning(4, 2, items=2, pingpong=True))
+        return Plan(1, Tuning(2, 5), Tuning(4, 2, items=2, pingpong=True, queue=True))
     if shared_bytes < _ROOMY:
-        return Plan(2, Tuning(2, 4), Tuning(2, 2, items=2))
+        return Plan(2, Tuning(2, 4), Tuning(2, 2, items=2, queue=True))
     if slots <= 24 * experts:
-        return Plan(2, Tuning(2, 4), Tuning(4, 2, items=2))
-    return Plan(4, Tuning(2, 3), Tuning(4, 1, items=2))
+        return Plan(2, Tuning(2, 4), Tuning(4, 2, items=2, queue=True))
+    return Plan(4, Tuning(2, 3), Tuning(4, 1, items=2, queue=True))
 
 
 def fused_moe(
@@ -162,7 +166,7 @@ def fused_moe(
         )  # fmt: skip
     if plan is None:
         plan = choose_plan(count, experts, nvrtc.shared_bytes(device.index or 0))
-    direct = plan.direct and tokens == 1
+    direct = plan.direct and tokens == 1 and top_k <= _LANES
     modules = (gate_up, down)
     if direct:
         routed = _unlisted(topk_ids, topk_weights, gate_up, live)
@@ -184,16 +188,16 @@ def fused_moe(
             pages.lut_pages.data_ptr(), 0 if bias is None else bias.data_ptr(),
             routed.weights.data_ptr(), routed.work[module].data_ptr(), routed.slots.data_ptr(),
             target.data_ptr(), count, groups, TILE_BYTES,
+            0 if routed.progress is None else routed.progress.data_ptr(), 0,
+            down.cols // TILE_ROWS,
         )  # fmt: skip
-        given: tuple[ctypes.Structure, ...] = (arguments,)
-        if direct:
-            given = (arguments, _direct(routed, pages, statistics))
+        more = (_direct(routed, pages, statistics),) if direct else ()
         defines = {
             **shape_constants(pages, arena.shape[1]), "FLOAT16": int(x.dtype == torch.float16),
             "TOP_K": top_k, "GATED": 1 - module, "KIND": KINDS[activation],
             "BIAS": int(bias is not None), "EXPAND": 0, "DIRECT": int(direct),
         }  # fmt: skip
-        _launch_classes(plan, pages, groups, defines, given, device)
+        _launch_classes(plan, pages, groups, defines, (arguments, *more), device)
     combine(results, routed, out, overlap=plan.overlap)
     return out
 
@@ -231,15 +235,18 @@ def _launch_classes(
     pages: WeightPages,
     groups: int,
     defines: dict[str, int],
-    arguments: tuple[ctypes.Structure, ...],
+    arguments: tuple[Any, ...],
     device: torch.device,
 ) -> None:
-    """Launch the kernel of each class of widths that a block of these pages can have."""
+    """Launch the kernel of each class of widths that a block of these pages can have.
+
+    Wide ones first: their blocks take longest, and narrow ones run beside the last of them.
+    """
     pairs = (-(-pages.rows // TILE_ROWS) + 1) // 2
     widest = min(plan.widths[1], pages.plane_pages.shape[1])
     index = device.index or 0
     first = 1
-    for number, (low, high, tuning) in enumerate(plan.classes):
+    for number, (low, high, tuning) in reversed(list(enumerate(plan.classes))):
         low, high = max(low, plan.widths[0]), min(high, widest)
         if low > high:
             continue
@@ -250,12 +257,18 @@ def _launch_classes(
             "WK": tuning.split, "ITEMS": items, "BLOCKS": tuning.blocks,
             "TABLE_BITS": plan.register_bits + 1, "FIRST": first, "RESIDENT": tuning.resident,
             "PINGPONG": int(tuning.pingpong),
-            "HALVED": int(halved), "SHARED_BASE": nvrtc.reserved_shared_bytes(index),
+            "HALVED": int(halved), "QUEUED": 0, "SHARED_BASE": nvrtc.reserved_shared_bytes(index),
         }  # fmt: skip
         shared = max(_shared_bytes(b, plan, tuning) for b in range(low, high + 1))
         units = -(-pairs // items) << constants["HALVED"]
+        grid: tuple[int, ...] = (units, groups)
+        if tuning.queue and not defines["DIRECT"]:
+            constants["QUEUED"], shared = shared, shared + 16
+            places = tuning.blocks * nvrtc.device_attribute("MULTIPROCESSOR_COUNT", index)
+            grid = (min(places, units * groups),)
+            arguments[0].queue = arguments[0].done + 4 * (groups + 2 * defines["GATED"] + number)
         kernel("moe.cu", "experts", constants, device).launch(
-            (units, groups), 2 * _LANES * tuning.split, shared, *arguments, overlap=plan.overlap
+            grid, 2 * _LANES * tuning.split, shared, *arguments, overlap=plan.overlap
         )
         first = 0
 

@@ -22,6 +22,7 @@ from pw_kernels.bitplane import TILE_COLS, TILE_ROWS
 from pw_kernels.pages import WeightPages
 
 KINDS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
+_QUEUES = 4  # counters: one for each module and class
 
 
 class _Routing(ctypes.Structure):
@@ -38,9 +39,11 @@ class _Routing(ctypes.Structure):
         ("counts", ctypes.c_void_p),
         ("statistics", ctypes.c_void_p),
         ("live", ctypes.c_void_p),
+        ("progress", ctypes.c_void_p),
         ("slot_count", ctypes.c_int),
         ("groups", ctypes.c_int),
         ("threshold", ctypes.c_int),
+        ("progress_count", ctypes.c_int),
     )
 
 
@@ -65,7 +68,12 @@ class Arguments(ctypes.Structure):
 class TiledArguments(Arguments):
     """`Arguments` of moe.cu."""
 
-    _fields_ = (("tile_bytes", ctypes.c_uint),)
+    _fields_ = (
+        ("tile_bytes", ctypes.c_uint),
+        ("done", ctypes.c_void_p),
+        ("queue", ctypes.c_void_p),
+        ("hidden_pairs", ctypes.c_uint),
+    )
 
 
 @dataclass(frozen=True)
@@ -73,12 +81,14 @@ class Routed:
     """Slots grouped by expert.
 
     Attributes:
-        work: For gate_up and down, [2 classes, G, 4] int32: group, expert or -1, width, offset.
+        work: For gate_up and down, [2 classes, G, 4] int32: group, expert or -1, width, offset;
+            the widest first.
         slots: [G, size] int32 in no order; S for an unused place.
         counts: [E] int32 slots of each expert.
         ids: [T, k] int64.
         weights: [T, k] fp32.
         live: [1] int32 tokens that are real; None: all are.
+        progress: [G + 4] int32 zeros, which the launches behind count up.
     """
 
     work: tuple[Tensor, Tensor]
@@ -87,6 +97,7 @@ class Routed:
     ids: Tensor
     weights: Tensor
     live: Tensor | None = None
+    progress: Tensor | None = None
 
 
 def route(
@@ -101,9 +112,9 @@ def route(
     """Group the slots of each expert by `size`; widths up to `threshold` are the first class."""
     count, experts, device = topk_ids.numel(), modules[0].experts, topk_ids.device
     groups = min(count, count // size + experts)
-    sizes = [8 * groups, 8 * groups, size * groups, count, experts]
+    sizes = [8 * groups, 8 * groups, size * groups, count, experts, groups + _QUEUES]
     scratch = torch.empty(sum(sizes), dtype=torch.int32, device=device)
-    gate_up, down, slots, ranks, counts = torch.split(scratch, sizes)
+    gate_up, down, slots, ranks, counts, progress = torch.split(scratch, sizes)
     ids, weights = topk_ids.contiguous(), topk_weights.float().contiguous()
     threads = max(128, min(1024, _power_of_two(max(experts, count))))
     pair = ctypes.c_void_p * 2
@@ -111,7 +122,8 @@ def route(
         ids.data_ptr(), weights.data_ptr(), pair(*(m.bits.data_ptr() for m in modules)),
         pair(*(m.lut_offset.data_ptr() for m in modules)),
         pair(gate_up.data_ptr(), down.data_ptr()), slots.data_ptr(), ranks.data_ptr(),
-        counts.data_ptr(), _address(statistics), _address(live), count, groups, threshold,
+        counts.data_ptr(), _address(statistics), _address(live), progress.data_ptr(), count,
+        groups, threshold, len(progress),
     )  # fmt: skip
     constants = {
         "EXPERTS": experts, "TOKENS": size, "THREADS": threads, "TOP_K": topk_ids.shape[1],
@@ -119,7 +131,7 @@ def route(
     }  # fmt: skip
     kernel("routing.cu", "route", constants, device).launch((1,), threads, 0, arguments)
     work = (gate_up.view(2, groups, 4), down.view(2, groups, 4))
-    return Routed(work, slots.view(groups, size), counts, ids, weights, live)
+    return Routed(work, slots.view(groups, size), counts, ids, weights, live, progress)
 
 
 def combine(results: Tensor, routed: Routed, out: Tensor, overlap: bool = False) -> None:

@@ -15,6 +15,8 @@
 //   DIRECT        1: one token, so that every slot is a group and no list is needed
 //   HALVED        1: a block takes half of the rows of a pair of row tiles (DIRECT, tables in registers)
 //   FIRST         1: the first launch of its module, which waits for what the launches before it wrote
+//   QUEUED        0: a block for each item of each group; else the byte of shared memory that holds a block's next item:
+//                 the grid is as large as the device, and blocks take the items of their list in turn
 //   TABLE_BITS    first width whose tables lie in shared memory;  SHARED_BASE: where dynamic shared memory begins
 //
 // The matrix unit multiplies weights [16 rows x 16 k] by tokens [16 k x 8]: a lane decodes the words that it
@@ -23,6 +25,9 @@
 #ifndef DIRECT
 #define DIRECT 0
 #define HALVED 0
+#endif
+#ifndef QUEUED
+#define QUEUED 0
 #endif
 
 #include "common.cuh"
@@ -54,9 +59,12 @@ DI float activate(float gate, float up) {
 }
 
 // ---- launches that overlap ------------------------------------------------------------------------------------
-// A launch may begin while the one before it ends (cuda_moe.py says which). All blocks of a module's first launch wait for
-// the launches before it, then let the next begin; so what a later class of the same module reads is there, and it waits
-// only at its end, so that "complete" always means that everything before is complete, too.
+// A launch may begin while the one before it ends (cuda_moe.py says which), once all blocks of that one have begun. Blocks of
+// gate_up's first launch wait for the launches before it; so what a later launch reads of theirs is there. A block of down
+// waits for the blocks of gate_up that write its inputs, which have all begun: they count up `done` of their group. (A single
+// token, DIRECT, has no such counters: down's first launch waits for the end of gate_up, and lets the next begin thereafter.)
+// One block of every other launch waits at its end for the launch before it, so that "complete" always means that everything
+// before is complete, too.
 
 #if __CUDA_ARCH__ >= 900
 DI void wait_for_earlier() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
@@ -65,14 +73,14 @@ DI void let_next_begin() { asm volatile("griddepcontrol.launch_dependents;" ::: 
 DI void wait_for_earlier() {}
 DI void let_next_begin() {}
 #endif
-// One block of a launch is enough for that, and the others make room.
 DI void at_the_end() {
   if ((!FIRST || !GATED) && blockIdx.x == 0 && blockIdx.y == 0) wait_for_earlier();
 }
-// What gate_up wrote is there from here on.
-DI void inputs_ready() {
-  if (FIRST && !GATED) { wait_for_earlier(); let_next_begin(); }
-}
+DI u32 load_acquire(const u32* p) { u32 v; asm volatile("ld.acquire.gpu.global.u32 %0,[%1];" : "=r"(v) : "l"(p) : "memory"); return v; }
+DI void add_release(u32* p, u32 v) { asm volatile("red.release.gpu.global.add.u32 [%0],%1;" ::"l"(p), "r"(v) : "memory"); }
+// Not known from one item of a queue to the next, so that what follows from it is not kept in registers in between.
+DI int this_thread() { int t; asm volatile("mov.u32 %0,%%tid.x;" : "=r"(t)); return t; }
+DI void rest() { asm volatile("nanosleep.u32 40;"); }
 
 // ---- where things are ---------------------------------------------------------------------------------------
 
@@ -88,7 +96,29 @@ struct Arguments {
   void* out;               // hidden [S, N/2] if GATED, else [S, N] fp32
   int slot_count, groups;  // S, G
   u32 tile_bytes;          // 512: not a literal, so that addresses are one multiply-add and not shifts
+  u32* done;               // [G] pairs of row tiles of gate_up that are written, counted from zero
+  int* queue;              // [1] items of this launch's list that are taken, beyond the first of each block
+  u32 hidden_pairs;        // of a group, when all of gate_up is done
 };
+// What gate_up wrote for a group is there from here on.
+DI void inputs_ready(const Arguments& a, int group) {
+  if (GATED) return;
+  if (DIRECT) {
+    if (FIRST) { wait_for_earlier(); let_next_begin(); }
+  } else {
+    if (threadIdx.x == 0)
+      while (load_acquire(a.done + group) < a.hidden_pairs) rest();
+    __syncthreads();
+  }
+}
+// Some pairs of row tiles of gate_up are written.
+DI void written(const Arguments& a, int group, int pairs) {
+  if (!GATED || DIRECT) return;
+  __syncthreads();
+  if (threadIdx.x == 0) add_release(a.done + group, pairs);
+}
+// For thread 0, which asks before the sums of an item: the block's next one.
+DI int take_next(const Arguments& a) { return QUEUED && threadIdx.x == 0 ? (int)gridDim.x + atomicAdd(a.queue, 1) : 0; }
 constexpr int TOKENS = 8 * NT, WARPS = 2 * WK, TILE_SHIFT = PAGE_SHIFT - 9;
 constexpr int HALF_TILES = GATED ? ROW_TILES / 2 : 1;         // from a row tile to its partner
 DI int row_tile(int item, int half) { return GATED ? item + half * HALF_TILES : min(2 * item + half, ROW_TILES - 1); }
@@ -250,9 +280,9 @@ DI void slot_low(const Table<B>* table, const u32 (*words)[2 * ROW_BLOCKS], cons
   }
 }
 // A lane copies just what it reads itself, so a warp's two stages need no barrier: [2][B planes, 4 * NT inputs][32 lanes].
-template <int B> DI void run_low(const Arguments& a, int4 work, int item, unsigned char* shared) {
+template <int B> DI int run_low(const Arguments& a, int4 work, int item, unsigned char* shared) {
   constexpr int ROW_BLOCKS = HALVED ? 1 : 2, TABLE = (32 << B) * ROW_BLOCKS, PLANE = 256 * ROW_BLOCKS, STAGE = B * PLANE + NT * 2048;
-  int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, wk = warp % WK, half = warp / WK, group = work.x, expert = work.y;
+  int thread = this_thread(), lane = thread & 31, warp = thread >> 5, wk = warp % WK, half = warp / WK, group = work.x, expert = work.y;
   int pair = HALVED ? item >> 1 : item, block = HALVED ? item & 1 : 0, tile = row_tile(pair, half) * COL_TILES;
   unsigned char* stages = shared + (MIXED<B> ? 4096 : 0);
   unsigned char* tables = stages + STAGE;                      // raw entries [2 halves], in a stage that is used later
@@ -273,12 +303,12 @@ template <int B> DI void run_low(const Arguments& a, int4 work, int item, unsign
       UNROLL for (int s = 0; s < 4; s++) copy_async(to_inputs + stage + (s * NT + n) * 512, x + s * 64, inputs.size(n, kt, s, lane));
     }
   };
-  for (int i = threadIdx.x; i < 2 * TABLE / 16; i += 32 * WARPS) {
+  for (int i = thread; i < 2 * TABLE / 16; i += 32 * WARPS) {
     int h = i / (TABLE / 16), byte = i % (TABLE / 16) * 16, row = row_tile(pair, h) * 32 + block * 16;
     copy_async((u32)__cvta_generic_to_shared(tables + h * TABLE + byte), (u64)table_at(a, work, row * (2 << B) + byte));
   }
   if (wk < COL_TILES) fetch_planes(wk, 0);
-  inputs_ready();
+  inputs_ready(a, group);
   if (wk < COL_TILES) fetch_inputs(wk, 0);
   commit();
   wait<0>();
@@ -288,7 +318,7 @@ template <int B> DI void run_low(const Arguments& a, int4 work, int item, unsign
     if (!MIXED<B> || i % 2 == 0)
       table[MIXED<B> ? i / 2 : i].read(reinterpret_cast<const u32*>(tables + half * TABLE + ((lane >> 2) + i * 8) * (2 << B)));
   if constexpr (MIXED<B>)                                      // rows r + 8 (low half) and r + 24: two entries of a row, four copies
-    for (int i = threadIdx.x; i < 128; i += 32 * WARPS) {
+    for (int i = thread; i < 128; i += 32 * WARPS) {
       int r = i & 7, two = i >> 3 & 7, h = i >> 6;
       const u32* from = reinterpret_cast<const u32*>(tables + h * TABLE) + (r + 8) * 8 + two;
       u32 upper = from[0], lower = ROW_BLOCKS == 2 ? from[16 * 8] : 0;
@@ -327,9 +357,12 @@ template <int B> DI void run_low(const Arguments& a, int4 work, int item, unsign
     slot_low<B, ROW_BLOCKS, 3>(table, words, merged, lane4, x, acc);
     stage = STAGE - stage;
   }
+  int following = take_next(a);
   put<ROW_BLOCKS>(parts + warp * (STAGE / 2), acc, lane);
   __syncthreads();
   finish<WK, ROW_BLOCKS, STAGE / 2>(a, parts, pair, block, group, expert, lane, warp);
+  written(a, group, 1);
+  return following;
 }
 
 // ---- up to 8 bits: tables in shared memory, every lane owning a bank ------------------------------------------
@@ -425,9 +458,9 @@ template <int B> DI constexpr int tiles_at_once() {
   while (2 * tiles * (256 << B) <= RESIDENT && tiles < 2 * ITEMS && WARPS % (2 * tiles) == 0) tiles *= 2;
   return tiles;
 }
-template <int B> DI void run_high(const Arguments& a, int4 work, int item, unsigned char* shared) {
+template <int B> DI int run_high(const Arguments& a, int4 work, int item, unsigned char* shared) {
   constexpr int TILES = tiles_at_once<B>(), SPLIT = WARPS / TILES, PART = 8 * NT * 32;
-  int thread = (int)threadIdx.x, lane = thread & 31, warp = thread >> 5, group = work.x, expert = work.y, mine = warp / SPLIT, wk = warp % SPLIT;
+  int thread = this_thread(), lane = thread & 31, warp = thread >> 5, group = work.x, expert = work.y, mine = warp / SPLIT, wk = warp % SPLIT;
   int first = 2 * item, last = min(first + 2 * ITEMS, (ROW_TILES + 1) / 2 * 2);
   unsigned char* strip = shared + TILES * (256 << B);
   float* parts = reinterpret_cast<float*>(strip + Fill<B, TILES>::BYTES);  // [WARPS, or 2 * WARPS if TILES is 1][8 * NT][32]
@@ -449,7 +482,7 @@ template <int B> DI void run_high(const Arguments& a, int4 work, int item, unsig
   Fill<B, TILES>::load(a, work, strip, thread, [&](int q) { return tile_of(first + q); });
   if (wk < COL_TILES) fetch(tile_of(first + mine) * COL_TILES + wk, current);
   Inputs inputs(a, group, lane);
-  inputs_ready();
+  inputs_ready(a, group);
   ROLLED for (int step = first; step < last; step += TILES) {
     wait<0>();
     __syncthreads();                                            // the last tiles' lookups are over, their parts stored
@@ -484,8 +517,11 @@ template <int B> DI void run_high(const Arguments& a, int4 work, int item, unsig
     }
     put<2>(parts + (TILES == 1 ? (step & 1) * WARPS + warp : warp) * PART, acc, lane);
   }
+  int following = take_next(a);
   __syncthreads();
   finish_items(first + (last - first - 1) / TILES * TILES);
+  written(a, group, (last - first) / 2);
+  return following;
 }
 // ---- whole blocks as plain matrices, for prompts ---------------------------------------------------------------
 
@@ -549,14 +585,17 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) expand(Argument
   EACH_WIDTH
 }
 #else
-// Item `item` of a group, or ITEMS of them from there.
+// Item `item` of a group, or ITEMS of them from there; returns thread 0's next one.
+template <int B> DI int run_as(const Arguments& a, int4 work, int item) {
+  if constexpr (B < TABLE_BITS) return run_low<(B < 4 ? B : 4)>(a, work, item, dynamic);
+  else return run_high<(B > 4 ? B : 4)>(a, work, item, dynamic);
+}
 DI void run(const Arguments& a, int4 work, int item) {
-#define TAKE(B)                                                                       \
-  if constexpr (LOW <= B && B <= HIGH)                                                \
-    if (work.z == B) {                                                                \
-      if constexpr (B < TABLE_BITS) run_low<(B < 4 ? B : 4)>(a, work, item, dynamic); \
-      else run_high<(B > 4 ? B : 4)>(a, work, item, dynamic);                         \
-      return;                                                                         \
+#define TAKE(B)                        \
+  if constexpr (LOW <= B && B <= HIGH) \
+    if (work.z == B) {                 \
+      run_as<B>(a, work, item);        \
+      return;                          \
     }
   EACH_WIDTH
 }
@@ -586,10 +625,20 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) experts(Argumen
   if (FIRST && GATED) wait_for_earlier();
   if (!FIRST || GATED) let_next_begin();
   if ((u32)__cvta_generic_to_shared(dynamic) != SHARED_BASE) __trap();
-  int slot = blockIdx.y;
-  long long expert = d.ids[slot];
-  bool none = expert < 0 || expert >= d.experts || (d.live && d.live[0] < 1);
-  int4 work = none ? make_int4(0, -1, 0, 0) : make_int4(slot, (int)expert, d.bits[expert], d.offsets[expert]);
+  // The slots' experts, the widest first: their blocks take longest. Lane j knows slot j.
+  int lane = threadIdx.x & 31, bits = -1, offset = 0;
+  long long id = lane < TOP_K ? d.ids[lane] : -1;
+  if (d.live && d.live[0] < 1) id = -1;
+  int expert = id >= 0 && id < d.experts ? (int)id : -1;
+  if (expert >= 0) { bits = d.bits[expert]; offset = d.offsets[expert]; }
+  int rank = lane < TOP_K ? 0 : -1;
+  UNROLL for (int j = 0; j < TOP_K; j++) {
+    int other = __shfl_sync(~0u, bits, j);
+    if (lane < TOP_K) rank += other > bits || (other == bits && j < lane);
+  }
+  int slot = __ffs(__ballot_sync(~0u, rank == (int)blockIdx.y)) - 1;
+  int4 work = make_int4(slot, __shfl_sync(~0u, expert, slot), __shfl_sync(~0u, bits, slot), __shfl_sync(~0u, offset, slot));
+  bool none = work.y < 0;
   int each = HALVED && work.z >= TABLE_BITS ? 2 : 1, item = blockIdx.x / each;
   if (work.y >= 0 && item * each == (int)blockIdx.x) run(a, work, item);
   if (FIRST && GATED && d.statistics && blockIdx.x == 0 && threadIdx.x == 0 && !none) count(a, d, slot);
@@ -598,10 +647,33 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) experts(Argumen
 #else
 extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) experts(Arguments a) {
   if (FIRST && GATED) wait_for_earlier();
-  if (!FIRST || GATED) let_next_begin();
-  uint4 listed = load_written(reinterpret_cast<const uint4*>(a.work + CLASS * a.groups + blockIdx.y));
+  let_next_begin();
   if ((u32)__cvta_generic_to_shared(dynamic) != SHARED_BASE) __trap();
-  if ((int)listed.y >= 0) run(a, make_int4(listed.x, listed.y, listed.z, listed.w), blockIdx.x * ITEMS);
+  auto listed = [&](int place) {
+    uint4 v = load_written(reinterpret_cast<const uint4*>(a.work + CLASS * a.groups + place));
+    return make_int4(v.x, v.y, v.z, v.w);
+  };
+#if QUEUED
+  constexpr int UNITS = ((ROW_TILES + 1) / 2 + ITEMS - 1) / ITEMS;
+  int* next = reinterpret_cast<int*>(dynamic + QUEUED);
+  int item = blockIdx.x;
+  int4 work = item < UNITS * a.groups ? listed(item / UNITS) : make_int4(0, -1, 0, 0);
+  // A loop for each width, the widest being listed first: in one loop for all, registers would be shared, and spilled.
+#define ALL(B)                                                                               \
+  if constexpr (LOW <= B && B <= HIGH)                                                       \
+    ROLLED while (work.y >= 0 && work.z == B) {                                              \
+      int following = run_as<B>(a, work, item % UNITS * ITEMS);                              \
+      __syncthreads(); /* the value before is read, the sums are free */                     \
+      if (threadIdx.x == 0) *next = following;                                               \
+      __syncthreads();                                                                       \
+      item = *next;                                                                          \
+      work = item < UNITS * a.groups ? listed(item / UNITS) : make_int4(0, -1, 0, 0);        \
+    }
+  ALL(8) ALL(7) ALL(6) ALL(5) ALL(4) ALL(3) ALL(2)
+#else
+  int4 work = listed(blockIdx.y);
+  if (work.y >= 0) run(a, work, blockIdx.x * ITEMS);
+#endif
   at_the_end();
 }
 #endif

@@ -2,28 +2,30 @@
 //
 //   EXPERTS, TOKENS (slots of a group), TOP_K, THREADS of the block, BFLOAT16 / FLOAT16 output of `combine`
 //
-// One block groups the slots of each expert, lists the groups for both modules by class of width, and adds up
-// router weights in fixed point, so that the sums do not depend on the order of the threads.
+// One block groups the slots of each expert, lists the groups for both modules by class of width, those of a width in no
+// order, and adds up router weights in fixed point, so that the sums do not depend on the order of the threads.
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
 typedef unsigned short u16;
+#define UNROLL _Pragma("unroll")
 
 struct Routing {
   const long long* ids;   // [S] experts; outside [0, EXPERTS): no expert
   const float* weights;   // [S]
   const int* bits[2];     // [EXPERTS] widths of gate_up and down
   const int* offsets[2];  // [EXPERTS] bytes of their tables in their regions
-  int4* work[2];          // [2 classes, G]: group, expert or -1, width, offset
+  int4* work[2];          // [2 classes, G]: group, expert or -1, width, offset; the widest first, because they take longest
   int* slots;             // [G, TOKENS], S for an unused place
   int* ranks;             // [S] scratch
   int* counts;            // [EXPERTS] slots of each expert; or null
   float* statistics;      // [2, EXPERTS] sums of weights and squares, added to; or null
   const int* live;        // [1] tokens that are real, the others have no expert; or null: all are
-  int slot_count, groups, threshold;   // S, G, widest width of class 0
+  int* progress;          // [progress_count] counters of the launches behind, set to zero
+  int slot_count, groups; // S, G
+  int threshold;          // widest width of class 0
+  int progress_count;
 };
-
-constexpr int WARPS = THREADS / 32;
 
 // As in moe.cu: a launch may begin while the one before it ends.
 #if __CUDA_ARCH__ >= 900
@@ -34,29 +36,17 @@ constexpr int WARPS = THREADS / 32;
 #define LET_NEXT_BEGIN()
 #endif
 
-__device__ u64 exclusive_scan(u64 value, u64* warp_sums) {
-  int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-  u64 sum = value;
-  for (int step = 1; step < 32; step *= 2) {
-    u64 other = __shfl_up_sync(~0u, sum, step);
-    if (lane >= step) sum += other;
-  }
-  if (lane == 31) warp_sums[warp] = sum;
-  __syncthreads();
-  u64 before = 0;
-  for (int w = 0; w < warp; w++) before += warp_sums[w];
-  __syncthreads();
-  return before + sum - value;
-}
-
 extern "C" __global__ void __launch_bounds__(THREADS) route(Routing a) {
   __shared__ u32 counts[EXPERTS];
   __shared__ int first[EXPERTS];
-  __shared__ u64 mass[EXPERTS], square[EXPERTS], sums[WARPS];
-  __shared__ u64 listed;
+  __shared__ u64 mass[EXPERTS], square[EXPERTS];
+  __shared__ int listed[2][9], all;                             // groups of each module and width
   LET_NEXT_BEGIN();
   for (int e = threadIdx.x; e < EXPERTS; e += THREADS) { counts[e] = 0; mass[e] = 0; square[e] = 0; }
   for (int i = threadIdx.x; i < a.groups * TOKENS; i += THREADS) a.slots[i] = a.slot_count;
+  for (int i = threadIdx.x; i < a.progress_count; i += THREADS) a.progress[i] = 0;
+  for (int i = threadIdx.x; i < 2 * 9; i += THREADS) listed[i / 9][i % 9] = 0;
+  if (threadIdx.x == 0) all = 0;
   __syncthreads();
   int count = a.live ? min(a.live[0] * TOP_K, a.slot_count) : a.slot_count;
   for (int s = threadIdx.x; s < count; s += THREADS) {
@@ -70,33 +60,34 @@ extern "C" __global__ void __launch_bounds__(THREADS) route(Routing a) {
     }
   }
   __syncthreads();
-  int e = threadIdx.x, width[2] = {0, 0}, shift[2] = {0, 32};
-  u64 mine = e < EXPERTS ? (counts[e] + TOKENS - 1) / TOKENS : 0, packed = 0;
+  int e = threadIdx.x, width[2], place[2], start = 0, mine = e < EXPERTS ? (counts[e] + TOKENS - 1) / TOKENS : 0;
   if (e < EXPERTS) {
     if (a.counts) a.counts[e] = counts[e];
-    for (int m = 0; m < 2; m++) {
-      width[m] = a.bits[m][e];
-      shift[m] += width[m] > a.threshold ? 16 : 0;
-      packed += mine << shift[m];
-    }
     if (a.statistics) {
       a.statistics[e] += (float)((double)(long long)mass[e] / 4294967296.0);
       a.statistics[EXPERTS + e] += (float)((double)(long long)square[e] / 4294967296.0);
     }
   }
-  u64 before = exclusive_scan(packed, sums);
-  if (e == THREADS - 1) listed = before + packed;
-  if (e < EXPERTS) {
-    first[e] = (int)((before & 0xFFFF) + (before >> 16 & 0xFFFF));
-    for (int m = 0; m < 2; m++) {
-      int4* list = a.work[m] + (width[m] > a.threshold ? a.groups : 0) + (before >> shift[m] & 0xFFFF);
-      for (int i = 0; i < (int)mine; i++) list[i] = make_int4(first[e] + i, e, width[m], a.offsets[m][e]);
+  if (mine) {
+    first[e] = start = atomicAdd(&all, mine);
+    UNROLL for (int m = 0; m < 2; m++) {
+      width[m] = min(max(a.bits[m][e], 0), 8);
+      place[m] = atomicAdd(&listed[m][width[m]], mine);
     }
   }
   __syncthreads();
-  for (int i = threadIdx.x; i < 4 * a.groups; i += THREADS) {
-    int list = i / a.groups, place = i % a.groups;
-    if (place >= (int)(listed >> 16 * list & 0xFFFF)) a.work[list >> 1][(list & 1) * a.groups + place] = make_int4(0, -1, 0, 0);
+  if (mine)
+    UNROLL for (int m = 0; m < 2; m++) {
+      int high = width[m] > a.threshold;
+      for (int b = high ? 8 : min(a.threshold, 8); b > width[m]; b--) place[m] += listed[m][b];
+      int4* list = a.work[m] + high * a.groups + place[m];
+      for (int i = 0; i < mine; i++) list[i] = make_int4(start + i, e, width[m], a.offsets[m][e]);
+    }
+  UNROLL for (int m = 0; m < 2; m++) {                          // the rest of the lists
+    int used[2] = {0, 0};
+    UNROLL for (int b = 0; b <= 8; b++) used[0] += b > a.threshold ? 0 : listed[m][b], used[1] += b > a.threshold ? listed[m][b] : 0;
+    UNROLL for (int high = 0; high < 2; high++)
+      for (int i = used[high] + (int)threadIdx.x; i < a.groups; i += THREADS) a.work[m][high * a.groups + i] = make_int4(0, -1, 0, 0);
   }
   for (int s = threadIdx.x; s < count; s += THREADS) {
     long long expert = a.ids[s];

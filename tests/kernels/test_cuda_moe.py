@@ -39,7 +39,16 @@ def compile_source() -> Any:
 
 FORMS: list[dict[str, int]] = [
     {},
-    {"FLOAT16": 1, "CLASS": 1, "LOW": 5, "HIGH": 8, "WK": 4, "ITEMS": 2, "KIND": 1},
+    {
+        "FLOAT16": 1,
+        "CLASS": 1,
+        "LOW": 5,
+        "HIGH": 8,
+        "WK": 4,
+        "ITEMS": 2,
+        "KIND": 1,
+        "QUEUED": 98816,
+    },
     {"GATED": 0, "ROWS": 1000, "COLS": 712, "ROW_TILES": 32, "COL_TILES": 6, "BIAS": 1},
     {"NT": 8, "KIND": 2},
     {"DIRECT": 1, "HALVED": 1, "HIGH": 8},
@@ -145,7 +154,7 @@ ALL_WIDTHS = [2, 3, 4, 5, 6, 7, 8]
 @pytest.mark.parametrize("token_tiles", [1, 2, 4, 8])
 @pytest.mark.parametrize("register_bits", [3, 4])
 def test_all_widths_in_one_launch(token_tiles: int, register_bits: int, dtype: torch.dtype) -> None:
-    low, high = cuda_moe.Tuning(2, 1), cuda_moe.Tuning(2, 1, items=2)
+    low, high = cuda_moe.Tuning(2, 1), cuda_moe.Tuning(2, 1, items=2, queue=True)
     call = Call(ALL_WIDTHS * 2, 392, 96, tokens=60, top_k=3, dtype=dtype)
     call.check(plan=cuda_moe.Plan(token_tiles, low, high, register_bits))
     call.check(plan=cuda_moe.Plan(token_tiles, low, None, register_bits))

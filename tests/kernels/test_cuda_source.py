@@ -20,10 +20,13 @@ from support.cuda_source import CudaSource
 PAGE_BYTES = 4096
 WIDTHS = [2, 3, 4, 5, 6, 7, 8]
 SLOTS = 8  # of a group
+_HIDDEN_PAIRS = 3  # pairs of row tiles of gate_up
 SOURCE = CudaSource("moe.cu", "cuda_on_cpu.h", [  # defined by cuda_on_cpu.h
     "mad_wide", "load_stream", "load_written", "wait_for_earlier",
-    "let_next_begin", "copy_async", "copy_async8", "commit", "wait", "entry",
+    "let_next_begin", "load_acquire", "add_release", "this_thread", "rest", "copy_async",
+    "copy_async8", "commit", "wait", "entry",
 ])  # fmt: skip
+ROUTING = CudaSource("routing.cu", "cuda_on_cpu.h", ["narrow"], common=False)
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 
@@ -38,6 +41,9 @@ class Arguments(ctypes.Structure):
         ("slot_count", ctypes.c_int),
         ("groups", ctypes.c_int),
         ("tile_bytes", ctypes.c_uint),
+        ("done", ctypes.c_void_p),
+        ("queue", ctypes.c_void_p),
+        ("hidden_pairs", ctypes.c_uint),
     )  # fmt: skip
 
 
@@ -76,11 +82,17 @@ class Case:
         self.weights = torch.rand(self.count)
         self.out = torch.full((self.count, self.rows // 2 if gated else self.rows), torch.nan)
         self.out = self.out.bfloat16() if gated else self.out
+        self.progress = torch.zeros(100, dtype=torch.int32)  # groups of gate_up done; the queue
+        if not gated:
+            self.progress[:-1] = _HIDDEN_PAIRS
 
     def arguments(self, work: torch.Tensor, slots: torch.Tensor) -> Arguments:
         where = pointers(self.x, self.arena, self.placed.plane_pages, self.placed.lut_pages)
         rest = pointers(self.weights, work, slots, self.out)
-        return Arguments(*where, 0, *rest, self.count, len(slots), TILE_BYTES)
+        done = self.progress.data_ptr()
+        return Arguments(
+            *where, 0, *rest, self.count, len(slots), TILE_BYTES, done, done + 4 * 99, _HIDDEN_PAIRS
+        )
 
     def without_lists(self, live: torch.Tensor, counted: torch.Tensor) -> str:
         """The call of a kernel that gets the router's choices."""
@@ -106,7 +118,12 @@ class Case:
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize(
     "constants",
-    [{}, {"NT": 2, "WK": 2, "HIGH": 4}, {"ITEMS": 2, "LOW": 5}],
+    [
+        {},
+        {"NT": 2, "WK": 2, "HIGH": 4},
+        {"ITEMS": 2, "LOW": 5},
+        {"ITEMS": 2, "LOW": 5, "QUEUED": 200 << 10},
+    ],
 )
 def test_every_width_of_the_decode_kernel(
     tmp_path: Path, gated: bool, constants: dict[str, int]
@@ -122,13 +139,84 @@ def test_every_width_of_the_decode_kernel(
             places[: len(part)] = part
             work.append([len(groups), expert, width, int(case.placed.lut_offset[expert])])
             groups.append(places)
+    work.sort(key=lambda entry: -entry[2])
     work.append([0, -1, 0, 0])  # a group that is not needed
     slots, listed = torch.stack([*groups, groups[0]]), torch.tensor(work, dtype=torch.int32)
     library = SOURCE.compile(tmp_path, "experts(*(const Arguments*)all);", defines)
     columns = -(-defines["ROW_TILES"] // (2 * defines["ITEMS"]))
     arguments = case.arguments(listed, slots)
-    library.run(ctypes.byref(arguments), columns, len(slots), 64 * defines["WK"])
+    grid = (4, 1) if "QUEUED" in defines else (columns, len(slots))
+    library.run(ctypes.byref(arguments), *grid, 64 * defines["WK"])
     case.check()
+    if gated:
+        taken = [e >= 0 and low <= width <= defines["HIGH"] for _, e, width, _ in work]
+        done = case.progress[[group for group, *_ in work[:-1]]].tolist()
+        assert done == [_HIDDEN_PAIRS * each for each in taken[:-1]]
+
+
+class Routing(ctypes.Structure):
+    """`Routing` of routing.cu."""
+
+    _fields_ = (
+        ("ids", ctypes.c_void_p),
+        ("weights", ctypes.c_void_p),
+        *((name, ctypes.c_void_p * 2) for name in ("bits", "offsets", "work")),
+        *((name, ctypes.c_void_p) for name in (
+            "slots", "ranks", "counts", "statistics", "live", "progress"
+        )),
+        *((name, ctypes.c_int) for name in (
+            "slot_count", "groups", "threshold", "progress_count"
+        )),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("threshold", [8, 4, 3])
+def test_groups_are_listed_by_class_the_widest_first(tmp_path: Path, threshold: int) -> None:
+    experts, top_k, tokens, live = 70, 4, 33, 31
+    count = tokens * top_k
+    groups = count // SLOTS + experts
+    ids = torch.rand(tokens, experts).argsort(1)[:, :top_k] ** 2 // experts  # some get many
+    ids[3, 1] = experts  # no expert
+    widths = torch.randint(2, 9, (2, experts), dtype=torch.int32)
+    offsets = torch.arange(2 * experts, dtype=torch.int32).view(2, experts)
+    weights = torch.rand(tokens, top_k)
+    work = torch.full((2, 2, groups, 4), 77, dtype=torch.int32)
+    slots = torch.full((groups, SLOTS), 77, dtype=torch.int32)
+    ranks, counts = torch.zeros(count, dtype=torch.int32), torch.zeros(experts, dtype=torch.int32)
+    statistics, progress = torch.zeros(2, experts), torch.ones(groups, dtype=torch.int32)
+    valid = torch.tensor([live], dtype=torch.int32)
+    pair = ctypes.c_void_p * 2
+    arguments = Routing(
+        ids.data_ptr(), weights.data_ptr(), pair(*pointers(*widths)), pair(*pointers(*offsets)),
+        pair(*pointers(*work)),
+        *pointers(slots, ranks, counts, statistics, valid, progress),
+        count, groups, threshold, groups,
+    )  # fmt: skip
+    defines = {"EXPERTS": experts, "TOKENS": SLOTS, "TOP_K": top_k, "THREADS": 128, "FLOAT16": 0}
+    ROUTING.compile(tmp_path, "route(*(const Routing*)all);", defines).run(
+        ctypes.byref(arguments), 1, 1, 128
+    )
+    assert not progress.any()
+    real = ids[:live].flatten()
+    assert torch.equal(counts, torch.bincount(real, minlength=experts + 1)[:experts].int())
+    for module in range(2):
+        found = []
+        for high, listed in enumerate(work[module].tolist()):
+            used = [entry for entry in listed if entry[1] >= 0]
+            assert listed[len(used) :] == [[0, -1, 0, 0]] * (groups - len(used))
+            assert all((entry[2] > threshold) == high for entry in used)
+            assert [e[2] for e in used] == sorted((e[2] for e in used), reverse=True)
+            found += used
+        for group, expert, width, offset in found:
+            assert width == widths[module, expert]
+            assert offset == offsets[module, expert]
+            mine = [slot for slot in slots[group].tolist() if slot < count]
+            assert mine
+            assert [int(real[slot]) for slot in mine] == [expert] * len(mine)
+        listed_slots = slots[[entry[0] for entry in found]].flatten().tolist()
+        assert sorted(s for s in listed_slots if s < count) == [
+            slot for slot, expert in enumerate(real.tolist()) if expert < experts
+        ]
 
 
 @pytest.mark.parametrize("gated", [True, False])

@@ -16,11 +16,16 @@ struct uint2 { u32 x, y; };
 struct uint4 { u32 x, y, z, w; };
 struct int4 { int x, y, z, w; };
 struct Index { u32 x, y, z; };
+struct float4 { float x, y, z, w; };
+struct ushort4 { u16 x, y, z, w; };
+inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+inline ushort4 make_ushort4(u16 x, u16 y, u16 z, u16 w) { return {x, y, z, w}; }
 inline uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
 inline int4 make_int4(int x, int y, int z, int w) { return {x, y, z, w}; }
 
 #define __device__
 #define __global__
+#define __shared__ static                                       // of a block; they run in turn
 #define __forceinline__ inline
 #define __launch_bounds__(...)
 
@@ -36,9 +41,14 @@ inline u32 __shfl_up_sync(u32, u32 value, int step) {
   int lane = threadIdx.x & 31;
   return warp_take(value, lane < step ? lane : lane - step);
 }
+inline u64 __shfl_up_sync(u32 lanes, u64 value, int step) {
+  u32 low = __shfl_up_sync(lanes, (u32)value, step), high = __shfl_up_sync(lanes, (u32)(value >> 32), step);
+  return (u64)high << 32 | low;
+}
 inline u32 __ballot_sync(u32, bool vote) { return warp_vote(vote); }
 inline int __ffs(u32 value) { return __builtin_ffs((int)value); }
 inline void __trap() { abort(); }
+template <class T, class V> T atomicAdd(T* p, V v) { T old = *p; *p += v; return old; }
 inline long long __double2ll_rn(double value) { return llrint(value); }
 inline u32 __cvta_generic_to_shared(const void* p) { return (u32)((const unsigned char*)p - dynamic) + SHARED_BASE; }
 inline u32 __funnelshift_r(u32 low, u32 high, u32 by) { return (u32)((((u64)high << 32) | low) >> (by & 31)); }
@@ -48,6 +58,8 @@ template <class T> T at(u64 address, u64 alignment = sizeof(T)) {
   return *reinterpret_cast<const T*>(address);
 }
 template <class T> T __ldg(const T* p) { return at<T>((u64)p); }
+
+template <class T> T __ldcs(const T* p) { return at<T>((u64)p); }
 
 // In place of the functions of moe.cu that are single instructions.
 inline u32 prmt(u32 a, u32 b, u32 selector) {
@@ -76,8 +88,13 @@ inline u16 to_half(float value) {
   memcpy(&bits, &value, 4);
   return (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
 }
+inline u16 narrow(float value) { return to_half(value); }
 inline void wait_for_earlier() {}
 inline void let_next_begin() {}
+inline u32 load_acquire(const u32* p) { return *p; }
+inline void add_release(u32* p, u32 v) { *p += v; }
+inline int this_thread() { return (int)threadIdx.x; }
+inline void rest() { abort(); }                                 // blocks run in turn: nothing to wait for
 inline void copy_async(u32 to, u64 from, u32 bytes = 16) {
   if (to % 16 || (bytes && from % 16)) abort();
   memset(dynamic + to - SHARED_BASE, 0, 16);

@@ -28,12 +28,14 @@ class CudaSource:
         header: Of this folder.
         instructions: Functions that the header defines, beside those of common.cuh.
         runtime: The file of this folder that runs blocks.
+        common: Whether it includes common.cuh.
     """
 
     name: str
     header: str
     instructions: Sequence[str]
     runtime: str = "cuda_on_cpu.cpp"
+    common: bool = True
 
     def compile(self, folder: Path, call: str, defines: Mapping[str, int]) -> Any:
         """A library with `run(arguments, columns, rows, threads)`: a grid whose blocks `call`."""
@@ -51,7 +53,7 @@ class CudaSource:
         """The source without single instructions and types, and with an entry that makes `call`."""
         source = cuda_text(self.name)
         source = re.sub(r"typedef unsigned .*;\n", "", source)
-        for name in (*_COMMON, *self.instructions):
+        for name in (*(_COMMON if self.common else ()), *self.instructions):
             source = _without(name, source)
         source = re.sub(r"extern __shared__ __align__\(\d+\)", 'extern "C"', source)
         entry = f'extern "C" void kernel(const void* all) {{ {call} }}'
@@ -62,7 +64,7 @@ def _without(name: str, source: str) -> str:
     """The source without definitions of a function, which end in their line or at the margin."""
     kept, inside, found = [], False, False
     for line in source.split("\n"):
-        if re.match(rf"(template <[^>]*> )?DI \w+ {name}\(", line):
+        if re.match(rf"(template <[^>]*> )?(DI|__device__) \w+ {name}\(", line):
             found, inside = True, line.count("{") > line.count("}")
         elif inside:
             inside = line != "}"
