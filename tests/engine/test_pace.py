@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pw.engine.precision import adaptive
 from pw.engine.precision.pace import Pace
 from pw.engine.request import SamplingParams
 from pw.planning.planner import Plan
@@ -56,7 +57,7 @@ def test_an_idle_engine_has_time_and_says_nothing_about_steps(seconds: list[floa
 
 
 def test_a_trade_is_made_a_little_at_a_time_and_its_plan_beside_the_steps(
-    qwen: tuple[Any, Path],
+    qwen: tuple[Any, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     budget = tight_budget(qwen[1], 10, "static:3")
     engine = open_engine(qwen[1], memory_budget=budget, planner_low_watermark=0.0)
@@ -72,16 +73,17 @@ def test_a_trade_is_made_a_little_at_a_time_and_its_plan_beside_the_steps(
     up = Plan(*(np.array([n]) for n in (narrow, bits[narrow], bits[narrow] + 1, 0, 0.0)), True, 0.0)
     asked = threading.Event()
 
-    def slow() -> Trade:
+    def slow(*_: object) -> tuple[Trade, float]:
         asked.wait()
-        return Trade(down, up)
+        return Trade(down, up), 0.0
 
-    precision._think(slow, precision._take_trade_up)
+    monkeypatch.setattr(adaptive, "_find_trade", slow)
+    precision._rebalance()
     engine.step()
     assert precision.pending
     assert (precision._table.committed == bits).all()  # nobody has waited
     asked.set()
-    precision._thought[0].result()
+    precision._sought.result()
     changed = []
     for _ in range(3):
         engine.step()
@@ -90,7 +92,31 @@ def test_a_trade_is_made_a_little_at_a_time_and_its_plan_beside_the_steps(
     assert changed[:2] == [[wide], sorted((wide, narrow))]
     assert precision._table.committed[narrow] == bits[narrow] + 1
     assert engine.status().plan_history[-1]["reason"] == "rebalance"
-    engine.set_policy("static:2")  # what was thought of is forgotten
-    precision._think(lambda: None, precision._take_trade_up)
-    engine.set_policy("adaptive")
-    assert precision._thought is None
+    precision._rebalance()
+    engine.set_policy("static:2")  # what is sought is forgotten
+    assert precision._sought is None
+
+
+def test_under_pressure_one_plan_serves_many_steps(
+    qwen: tuple[Any, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(adaptive, "_RESERVE_SHARE", 8)  # of an arena of a few hundred pages
+    engine = open_engine(qwen[1], memory_budget=tight_budget(qwen[1], kv_tokens=200))
+    precision: Any = engine._parts.precision
+    release, asked = precision.release, list[tuple[int, int]]()
+
+    def noted(pages: int, reason: str, **options: Any) -> int:
+        freed: int = release(pages, reason, **options)
+        asked.append((pages, freed))
+        return freed
+
+    precision.release = noted
+    params = SamplingParams(max_tokens=200, ignore_eos=True)
+    for number in range(5):
+        engine.add_request(f"r{number}", [5 + number], params)
+    while engine.has_work():
+        engine.step()
+        engine.check_integrity()
+    assert len(asked) > 10
+    assert precision.plan_runs < len(asked) / 2
+    assert all(wanted <= freed < wanted + 20 for wanted, freed in asked)

@@ -77,4 +77,5 @@ def test_raises_that_landed(qwen: tuple[Any, Path]) -> None:
     assert sum(after.plans_by_trigger.values()) == after.plans
     assert {"idle", "kv_pressure"} <= set(after.plans_by_trigger)
     assert 0 < before.plan_seconds_total < after.plan_seconds_total
-    assert after.plan_runs >= after.plans > before.plan_runs > 0
+    assert after.plans > before.plans > 0
+    assert after.plan_runs > before.plan_runs > 0

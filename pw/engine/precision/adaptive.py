@@ -10,10 +10,8 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any, TypeVar
 
 import numpy as np
 
@@ -28,14 +26,17 @@ from pw.errors import StoreError
 from pw.memory.mover import Mover
 from pw.memory.page_table import Raise, WeightPageTable
 from pw.memory.pool import PagePool
-from pw.planning.planner import Move, Plan, plan, plan_reload
+from pw.planning.planner import Move, PlannerState, plan, plan_reload
 from pw.planning.pressure import HELD_UP, Decision, PressurePolicy
 from pw.planning.rebalance import Trade, rebalance
 
 logger = logging.getLogger(__name__)
 
-_Result = TypeVar("_Result")
 _REST_TURNS = 256  # before a block whose transfer failed is planned for again
+_RESERVE_SHARE = (
+    128  # of the arena: one part of so many is planned to be given up beyond what is needed
+)
+_RESERVE_TURNS = 64  # in which such a plan is made use of
 # Raises under way while anything runs, as many as fill the mover's chunks: the rest of a plan is
 # begun as they land, evenly, and keeps no pages until then.
 UNDER_WAY = 32
@@ -67,9 +68,11 @@ class AdaptivePrecision(PrecisionBase):
         self._agenda: deque[tuple[Move, str]] = deque()  # planned and not begun, and why
         self._landed: deque[int] = deque()  # raises that have landed and are not committed
         self._pace = Pace()
+        self._reserve: deque[Move] = deque()  # reductions planned and not needed, best first
+        self._reserved_at = 0  # turn
         self._thinker = ThreadPoolExecutor(1, "pw-plan") if table.on_gpu else None
-        # A plan in the making, with its seconds, and what takes it up.
-        self._thought: tuple[Future[tuple[Any, float]], Callable[[Any], None]] | None = None
+        self._sought: Future[tuple[Trade | None, float]] | None = None  # by it
+        self._trading = False  # what moves is of a trade
         self._rebalanced_at = 0
         self._idle = False
         self._held_up = False  # dwell or transfer budget alone keep planes from coming back
@@ -82,7 +85,7 @@ class AdaptivePrecision(PrecisionBase):
 
     @property
     def _moving(self) -> bool:
-        return bool(self._table.in_transfer or self._agenda or self._thought)
+        return bool(self._table.in_transfer or self._agenda or self._sought)
 
     def hold(self, bits: int | None) -> None:
         """Bring every block to one width, or with None go back to planning. Between two steps.
@@ -91,32 +94,59 @@ class AdaptivePrecision(PrecisionBase):
         """
         self._min_bits, self._max_bits = self._bounds if bits is None else (bits, bits)
         self._forget_plans()
-        if self._table.in_transfer:
-            self._recall("policy")
+        self._recall("policy")
         for index, now in enumerate(self._table.committed.tolist()):
             if now > self._max_bits:
                 self._try_reduce(Move(index, now, self._max_bits, 0, 0.0), "policy")
 
     def release(self, pages: int, reason: str, *, last_resort: bool = False) -> int:
-        """See `pw.engine.scheduler.Relief`."""
-        recent = self._turn - self._raised_at < self._config.dwell_steps
-        self._forget_plans()
-        # Pages of planes that nobody has read yet cost nothing; and their blocks take part again.
-        freed, failures = self._recall(reason) if self._table.in_transfer else 0, -1
-        while freed < pages and failures != self.failures:
-            failures = self.failures
-            with self._planning():
-                state = self._state(hard=last_resort)
-                target = (pages - freed) * self._page_bytes
-                found = plan(state, target, method=self._config.planner, protected=recent)
-            if not found.moves:
+        """See `pw.engine.scheduler.Relief`. A trade goes on, unless nothing else is left."""
+        freed, made = 0, list[Move]()
+        if last_resort:
+            self._forget_plans()
+        if not self._trading:
+            self._agenda.clear()
+            # Pages of planes that nobody has read yet cost nothing; their blocks take part again.
+            freed = self._recall(reason)
+        while freed < pages:
+            failures, old = self.failures, self._turn - self._reserved_at > _RESERVE_TURNS
+            if anew := old or not self._reserve:
+                self._plan_release(pages - freed, hard=last_resort)
+            given, moves = self._take_reserved(pages - freed, reason, last_resort)
+            freed += given
+            made += moves
+            if last_resort or (anew and self.failures == failures):
                 break
-            freed += sum(self._try_reduce(move, reason, last_resort) for move in found.moves)
-            self._note_plan(reason, found.moves, freed, pages)
+        if made:
+            self._note_plan(reason, tuple(made), freed, pages)
             self._pressure.note_release(self._turn)
-            if last_resort:
-                break
+        if freed < pages:
+            self._forget_plans()
+            freed += self._recall(reason)
         return freed
+
+    def _plan_release(self, pages: int, *, hard: bool) -> None:
+        """Plan reductions worth so many pages and, where none is spared, more: under pressure the
+        next steps will need some, too.
+        """
+        recent = self._turn - self._raised_at < self._config.dwell_steps
+        more = 0 if hard or recent.any() else self._pool.num_pages // _RESERVE_SHARE
+        with self._planning():
+            target = (pages + more) * self._page_bytes
+            state = self._state(hard=hard)
+            found = plan(state, target, method=self._config.planner, protected=recent)
+        self._reserve, self._reserved_at = deque(found.moves), self._turn
+
+    def _take_reserved(self, pages: int, reason: str, last_resort: bool) -> tuple[int, list[Move]]:
+        """Make planned reductions that still hold, until so many pages are free; how many are."""
+        freed, made, least = 0, list[Move](), self._least(hard=last_resort)
+        while self._reserve and freed < pages:
+            move = self._reserve.popleft()
+            still = self._table.committed[move.block] == move.from_bits
+            if still and move.block not in self._table.in_transfer and move.to_bits >= least:
+                freed += self._try_reduce(move, reason, last_resort)
+                made.append(move)
+        return freed, made
 
     def _try_reduce(self, move: Move, reason: str, last_resort: bool = False) -> int:
         """Pages freed; 0 if the narrower LUT cannot be read, which the base tree never needs."""
@@ -160,18 +190,23 @@ class AdaptivePrecision(PrecisionBase):
             idle=idle,
         )
         self._held_up = decision.reload_pages > 0 or decision.reason in HELD_UP
+        if decision.reload_pages:
+            self._reload(decision)
+            return
         if decision.release_pages:
             self.release(decision.release_pages, decision.reason)
-        elif decision.reload_pages:
-            self._reload(decision)
-        elif self._agenda:
+        self._trading &= bool(self._table.in_transfer or self._agenda)
+        if self._agenda:
             self._begin_planned(ahead + self._low_pages)
-        elif self._thought is not None:
-            self._take_thought_up()
+        elif self._sought is not None:
+            if self._sought.done():
+                found, self._sought = self._sought.result(), None
+                self._trade(*found)
         elif below and not self._table.in_transfer and self._rebalance_is_due(turn):
             self._rebalance()
 
     def _commit_landed(self) -> None:
+        """Commit what has landed, a little at a time."""
         while self._landed:
             self._land([self._landed.popleft()])
             if self._pace.is_over():
@@ -232,55 +267,26 @@ class AdaptivePrecision(PrecisionBase):
             taken = sum(len(self._table.in_transfer[move.block].pages) for move in started)
             self._note_plan(AWAITED, tuple(started), taken, taken)
 
-    # -- plans that no step waits for --------------------------------------------------------
-
-    def _think(self, make: Callable[[], _Result], take_up: Callable[[_Result], None]) -> None:
-        """Make a plan, from numbers that stay as they are, and take it up: at once, or where steps
-        run on a GPU at a later safe point, unless other plans are made before.
-        """
-        if self._idle or self._thinker is None:
-            found, seconds = _timed(make)
-            self._count_plan(seconds)
-            take_up(found)
-        else:
-            self._thought = self._thinker.submit(_timed, make), take_up
-
-    def _take_thought_up(self) -> None:
-        assert self._thought is not None
-        future, take_up = self._thought
-        if future.done():
-            self._thought = None
-            found, seconds = future.result()
-            self._count_plan(seconds)
-            take_up(found)
-
-    def _forget_plans(self) -> None:
-        self._agenda.clear()
-        self._thought = None
-
     def _reload(self, decision: Decision) -> None:
-        """Plan raises worth the pages of a decision; it is taken back where none fits."""
-        pages = decision.reload_pages
-        if pages < self._least_raise():  # what a plan would find, at a hundredth of its time
-            self._pressure.reload_refused(self._turn, decision)
-            return
-        state, room = self._state(hard=False), pages * self._page_bytes
-        self._think(
-            lambda: plan_reload(state, room), lambda found: self._take_reload_up(found, decision)
-        )
-
-    def _take_reload_up(self, found: Plan, decision: Decision) -> None:
-        """Begin some raises; the others follow at later safe points."""
-        self._agenda.extend((move, decision.reason) for move in found.moves)
-        started = self._begin_planned(0)
+        """Plan raises worth the pages of a decision, and begin some: the others follow at later
+        safe points. The decision is taken back where none fits.
+        """
+        pages, started = decision.reload_pages, list[Move]()
+        self._reserve.clear()
+        if (
+            pages >= self._least_raise()
+        ):  # else a plan would find nothing, in a hundred times the time
+            with self._planning():
+                found = plan_reload(self._state(hard=False), pages * self._page_bytes)
+            self._agenda.extend((move, decision.reason) for move in found.moves)
+            started = self._begin_planned(0)
         if not started:
             self._pressure.reload_refused(self._turn, decision)
             return
         later = [move for move, _ in self._agenda]
         taken = sum(len(self._table.in_transfer[move.block].pages) for move in started)
         taken += sum(self._table.raise_pages(move.block, move.to_bits) for move in later)
-        moves = (*started, *later)
-        self._note_plan(decision.reason, moves, taken, decision.reload_pages, later)
+        self._note_plan(decision.reason, (*started, *later), taken, pages, later)
 
     def _least_raise(self) -> float:
         """Fewest pages that the next plane of any block takes; infinite where none may rise."""
@@ -319,13 +325,19 @@ class AdaptivePrecision(PrecisionBase):
         return every > 0 and turn - self._rebalanced_at >= every
 
     def _rebalance(self) -> None:
-        """Let planes change hands at constant bytes where routing or prompts have moved on."""
+        """Let planes change hands at constant bytes where routing or prompts have moved on. Where
+        steps run on a GPU the trade is looked for beside them, and begun at a later safe point.
+        """
         self._rebalanced_at = self._turn
         state, most = self._state(hard=False), self._config.transfer_budget_bytes // 4
-        self._think(lambda: rebalance(state, most), self._take_trade_up)
+        if self._thinker is not None:
+            self._sought = self._thinker.submit(_find_trade, state, most)
+        else:
+            self._trade(*_find_trade(state, most))
 
-    def _take_trade_up(self, trade: Trade | None) -> None:
+    def _trade(self, trade: Trade | None, seconds: float) -> None:
         """Put a trade on the agenda: each raise behind the reductions that make room for it."""
+        self._count_plan(seconds)
         if trade is None:
             return
         downs, room = deque(trade.down.moves), 0
@@ -337,6 +349,7 @@ class AdaptivePrecision(PrecisionBase):
             room -= needed
             self._agenda.append((move, REBALANCE))
         self._agenda.extend((move, REBALANCE) for move in downs)
+        self._trading = True
         spent = trade.down.bytes // self._page_bytes
         moves = (*trade.down.moves, *trade.up.moves)
         self._note_plan(REBALANCE, moves, spent, spent, moves)
@@ -350,8 +363,15 @@ class AdaptivePrecision(PrecisionBase):
         self._raised_at[move.block] = self._turn
         return True
 
+    def _forget_plans(self) -> None:
+        self._agenda.clear()
+        self._reserve.clear()
+        self._sought, self._trading = None, False
+
     def _recall(self, reason: str) -> int:
         """Take back the pages of raises under way."""
+        if not self._table.in_transfer:
+            return 0
         for index in list(self._table.in_transfer):
             self._cancel_raise(index, reason)
         free = self._pool.free_count
@@ -361,8 +381,8 @@ class AdaptivePrecision(PrecisionBase):
         return self._pool.free_count - free
 
 
-def _timed(make: Callable[[], _Result]) -> tuple[_Result, float]:
-    """A result, and the seconds that it took."""
+def _find_trade(state: PlannerState, bytes_at_most: int) -> tuple[Trade | None, float]:
+    """A trade, if one is worth it, and the seconds that it took to know."""
     started = time.perf_counter()
-    found = make()
-    return found, time.perf_counter() - started
+    trade = rebalance(state, bytes_at_most)
+    return trade, time.perf_counter() - started

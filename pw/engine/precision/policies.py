@@ -41,7 +41,7 @@ class Precision(Relief, Protocol):
     transitions: int
     moves: int  # raises that landed
     move_seconds: float  # of those, from their start to their commit
-    plans: int
+    plans: int  # carried out, also those that an earlier run of the planner has left over
     plan_runs: int  # of the planner, those that found nothing included
     plan_seconds: float  # of these
     failures: int  # transfers that failed; the old width stayed
