@@ -82,6 +82,8 @@ class CalibrationConfig:
             raise ConfigError(f"nsamples must be at least 1: {self.nsamples}")
         if self.seqlen < 8:
             raise ConfigError(f"seqlen must be at least 8 tokens: {self.seqlen}")
+        if not 0 <= self.seed < 2**63:
+            raise ConfigError(f"seed must be between 0 and 2^63 - 1: {self.seed}")
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import typer
 from typer.core import TyperGroup
 
 from pw.cli.address import server_url
-from pw.cli.bench_options import Client, Dataset, Result
+from pw.cli.bench_options import Client, Dataset, Result, random_seed
 from pw.cli.command import add_command, print_json
 from pw.cli.locate import TINY, artifact_path, model_folder
 from pw.cli.options import Calibration, Common, Planner, Runtime, Widths
@@ -44,7 +44,7 @@ def throughput(
     """Tokens per second when all requests are there at once; no server in between."""
     config = runtime.config(planner)
     result.check(common)
-    workload = dataset.workload(runtime.seed or 0)
+    workload = dataset.workload(random_seed(runtime.seed))
     path = model_folder(model, runtime, quiet=common.quiet)
 
     from pw.engine import Engine
@@ -94,7 +94,7 @@ def latency(
         warmup=num_iters_warmup,
         iterations=num_iters,
         percentiles=result.percentiles(),
-        seed=runtime.seed or 0,
+        seed=random_seed(runtime.seed),
     )
     result.show("latency", {"model": model} | figures, common)
 
@@ -111,7 +111,7 @@ def serve(client: Client, dataset: Dataset, result: Result, common: Common) -> N
     endpoints = {"openai": ENDPOINTS[0], "vllm": ENDPOINTS[0], "openai-chat": ENDPOINTS[1]}
     if client.backend not in endpoints:
         raise ConfigError(f"unknown backend: `{client.backend}`", "use openai or openai-chat")
-    workload = dataset.workload(client.seed)
+    workload = dataset.workload(random_seed(client.seed))
     requests = workload.requests() if client.tokenizer is None else _counted(client, workload)
     target = Target(
         base_url=server_url(client.base_url or f"http://{client.host}:{client.port}", "--base-url"),
@@ -201,7 +201,7 @@ def squeeze(
         load=load,
         seconds=seconds,
         max_long=config.max_num_seqs - probes,
-        seed=runtime.seed or 0,
+        seed=random_seed(runtime.seed),
     )
     run = SqueezeRun(Engine.from_artifact(path, config), settings)
     with progress_of(common).stage("squeeze", cycles, "cycles") as advance:

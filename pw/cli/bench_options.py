@@ -20,6 +20,17 @@ _result = partial(option, "Result")
 _server = partial(option, "Server under test")
 
 
+def random_seed(seed: int | None) -> int:
+    """The seed of random prompts; 0 where none is given.
+
+    Raises:
+        ConfigError: It is negative: a request may have such a seed, random prompts cannot.
+    """
+    if seed is not None and seed < 0:
+        raise ConfigError(f"--seed of random prompts must not be negative: {seed}")
+    return seed or 0
+
+
 @dataclass(frozen=True)
 class Dataset:
     """Which requests."""
@@ -50,7 +61,7 @@ class Dataset:
     ] = False
 
     def workload(self, seed: int) -> Workload:
-        """The settings."""
+        """The settings; `seed` is one of `random_seed`."""
         from pw.evaluation.bench.workload import Workload
 
         return Workload(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import tempfile
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -191,6 +192,11 @@ class ReportOptions:
         _require("matplotlib", "--output", "plot")
         if self.output.exists() and not self.output.is_dir():
             raise ConfigError(f"--output is not a folder: `{self.output}`")
+        try:
+            self.output.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=self.output).close()
+        except OSError as error:
+            raise ConfigError(f"cannot write --output `{self.output}`: {error.strerror}") from error
 
 
 def _require(module: str, flag: str, extra: str) -> None:

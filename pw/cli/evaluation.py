@@ -20,7 +20,7 @@ from pw.cli.options import Common, Planner, Runtime
 from pw.cli.precheck import check_context, check_settings
 from pw.cli.stages import progress_of
 from pw.config import EngineConfig, PrecisionPolicy, format_bytes, parse_memory
-from pw.errors import ConfigError
+from pw.errors import BudgetError, ConfigError
 
 if TYPE_CHECKING:
     from pw.evaluation.policies import Budget
@@ -74,6 +74,8 @@ def evaluate(
         print_report(described)
         if report.output is not None:
             print(f"report: `{report.output / 'report.html'}`")
+    if all(row["error"] for row in described["rows"]):
+        raise BudgetError("no policy could run", "raise --memory-budgets")
 
 
 def run_evaluation(

@@ -43,7 +43,7 @@ def artifact_path(model: str, *, quiet: bool = False) -> Path:
     if (path / "manifest.json").is_file():
         return path
     output = default_output(model)
-    if path.with_name(path.name + ".partial").is_dir():
+    if Path(f"{path}.partial").is_dir():
         raise StoreError(
             f"artifact is not finished: `{model}`",
             f"resume it: `pw calibrate MODEL -o {model}`, with the MODEL and flags of before",

@@ -12,7 +12,7 @@ from pw.store.artifact import QUANTIZE
 from pw.store.files import fsync_folder, read_bounded, remove_tree
 from pw.store.manifest import MANIFEST, BlockSums, Manifest, plain
 from pw.store.manifest_reader import load, sums_from_json
-from pw.store.planes import PayloadLayout
+from pw.store.planes import PLANES, PayloadLayout
 from pw.store.tables import refuse_changes
 
 BUILD = ".build"  # folder of what only a build needs
@@ -21,12 +21,21 @@ DRAFT = "draft.json"  # the manifest so far, in that folder
 _RECORD_LIMIT = 1 << 26  # bytes of a checksum record
 
 
-def make_folder(folder: Path) -> None:
-    """Make the folder that will hold an artifact.
+def make_place(artifact: Path) -> None:
+    """Make the folder in which an artifact will stand.
 
     Raises:
-        StoreError: It cannot be made.
+        StoreError: It cannot be made, or no artifact can stand there.
     """
+    folder = artifact.parent
+    if artifact.name in ("", ".."):
+        raise StoreError(f"output has no name of its own: `{artifact}`", "name a folder: -o X.pw")
+    for above in artifact.absolute().parents:
+        if (above / MANIFEST).is_file() and (above / PLANES).is_dir():
+            raise StoreError(
+                f"output lies inside an artifact, which it would damage: `{artifact}`",
+                "name another folder with -o",
+            )
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -69,7 +69,7 @@ from pw.store.publish import (
     BUILD,
     DRAFT,
     anything_done,
-    make_folder,
+    make_place,
     read_record,
     refuse_other,
     resumable,
@@ -143,10 +143,11 @@ class ArtifactWriter:
             lut_dtype=str(lut_dtype).removeprefix("torch."),
             stages={QUANTIZE: StageRecord(plain(settings), {})},
         )
+        if not beside:
+            make_place(path)
         lock = WriteLock(path)
         if beside:
             return cls._open_locked(path, manifest, lock, overwrite)
-        make_folder(path.parent)
         lock.acquire()
         try:
             return cls._open_locked(path, manifest, lock, overwrite)

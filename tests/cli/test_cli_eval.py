@@ -117,6 +117,20 @@ def test_a_budget_without_policies_holds_and_with_policies_is_for_those_that_ada
     assert adaptive["budget"] == "97.66 KiB"
 
 
+def test_a_comparison_of_which_nothing_could_run_is_a_failure(made: Made) -> None:
+    flags = ("--policies", "adaptive", "--memory-budget", "100kB", "--json", "-q")
+    done = evaluate(made, *flags, chunks=2)
+    assert (done.code, done.err.splitlines()[0]) == (4, "error: no policy could run")
+    [row] = json.loads(done.out)["rows"]
+    assert "(100,000 bytes) is too small" in row["error"]
+
+
+def test_a_report_that_cannot_be_written_is_refused_before_the_work(made: Made) -> None:
+    done = evaluate(made, "--output", "/proc/report")
+    assert (done.code, done.out) == (2, "")
+    assert "error: cannot write --output `/proc/report`: " in done.err
+
+
 @pytest.mark.parametrize(
     ("flags", "error", "hint"),
     [

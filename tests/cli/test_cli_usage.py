@@ -105,6 +105,9 @@ def test_every_command_has_help_and_the_common_flags(command: str) -> None:
         ("calibrate tiny --max-bits 9", 2, "max_bits must be between min_bits (2) and 8: 9", ""),
         ("calibrate tiny --nsamples 0", 2, "nsamples must be at least 1: 0", ""),
         ("quantize tiny --min-bits 5", 2, "min_bits must be 2 or 3: 5", ""),
+        ("bench serve --seed -1", 2, "--seed of random prompts must not be negative: -1", ""),
+        ("trace x --seed -1", 2, "seed must be between 0 and 2^63 - 1: -1", ""),
+        ("inspect /", 3, "not an artifact, it has no manifest.json: `/`", "pw calibrate"),
     ],
 )
 def test_wrong_usage_is_one_line_and_a_hint(

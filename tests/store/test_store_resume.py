@@ -131,6 +131,19 @@ def test_a_refusal_leaves_no_folder_without_work(
     assert not (tmp_path / "x.pw.lock").exists()
 
 
+@pytest.mark.parametrize("place", ["", ".", "..", "/"])
+def test_an_output_without_a_name_is_refused(sample: Sample, place: str) -> None:
+    with pytest.raises(StoreError, match="output has no name of its own"):
+        sample.open(Path(place))
+
+
+def test_an_output_inside_an_artifact_is_refused(sample: Sample, copy: Path) -> None:
+    before = tree_hash(copy)
+    with pytest.raises(StoreError, match="output lies inside an artifact"):
+        sample.open(copy / "more" / "x.pw")
+    assert tree_hash(copy) == before
+
+
 def test_where_the_model_was_found_is_no_setting(sample: Sample, tmp_path: Path) -> None:
     sample.open(tmp_path / "x.pw").close()
     moved = ModelRecord("other", "elsewhere", "main", MODEL.architecture, MODEL.files)
