@@ -126,15 +126,17 @@ class AdaptivePrecision(PrecisionBase):
         return freed
 
     def _plan_release(self, pages: int, *, hard: bool) -> None:
-        """Plan reductions worth so many pages and, where none is spared, more: under pressure the
-        next steps will need some, too.
+        """Plan reductions worth so many pages and, where blocks that were raised a moment ago can
+        be spared, more: under pressure the next steps will need some, too.
         """
         recent = self._turn - self._raised_at < self._config.dwell_steps
-        more = 0 if hard or recent.any() else self._pool.num_pages // _RESERVE_SHARE
+        more = 0 if hard else self._pool.num_pages // _RESERVE_SHARE
         with self._planning():
-            target = (pages + more) * self._page_bytes
-            state = self._state(hard=hard)
-            found = plan(state, target, method=self._config.planner, protected=recent)
+            state, method = self._state(hard=hard), self._config.planner
+            spared = replace(state, floors=np.where(recent, state.bits, state.floors))
+            found = plan(spared, (pages + more) * self._page_bytes, method=method)
+            if found.bytes < pages * self._page_bytes:
+                found = plan(state, pages * self._page_bytes, method=method, protected=recent)
         self._reserve, self._reserved_at = deque(found.moves), self._turn
 
     def _take_reserved(self, pages: int, reason: str, last_resort: bool) -> tuple[int, list[Move]]:
