@@ -7,9 +7,10 @@ run again. The artifact keeps its recipe, as `recipe.toml`; running that gives t
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin, get_type_hints
 
 from pw.config import CalibrationConfig, QuantizeConfig, TuneConfig
 from pw.errors import ConfigError, ModelError
@@ -21,6 +22,16 @@ from pw_pipelines.progress import Progress
 from pw_pipelines.residuals import ResidualConfig
 
 _TABLES = ("quantize", "calibration", "tune", "residuals", "evaluation")
+_FORMS: dict[Any, tuple[Callable[[Any], bool], str]] = {
+    bool: (lambda value: isinstance(value, bool), "true or false"),
+    int: (lambda value: type(value) is int, "a whole number"),
+    float: (lambda value: type(value) in (int, float), "a number"),
+    str: (lambda value: isinstance(value, str), "a text"),
+    list: (
+        lambda value: isinstance(value, list) and all(isinstance(each, str) for each in value),
+        "a list of texts",
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -79,8 +90,6 @@ def load_recipe(path: str | Path) -> Recipe:
     if tables["quantize"].get("max_bits") == "auto":
         del tables["quantize"]["max_bits"]
     calibration = _settings(CalibrationConfig, tables["calibration"], "calibration")
-    if "policies" in tables["evaluation"]:
-        tables["evaluation"]["policies"] = tuple(tables["evaluation"]["policies"])
     return Recipe(
         Path(path),
         model,
@@ -155,12 +164,16 @@ def first_output(recipe: Recipe) -> Path:
 
 
 def _settings(kind: Any, values: Any, table: str, **others: Any) -> Any:
-    known = [f.name for f in fields(kind) if f.name not in others]
-    if unknown := [name for name in values if name not in known]:
+    kinds = {f.name: get_type_hints(kind)[f.name] for f in fields(kind) if f.name not in others}
+    if unknown := [name for name in values if name not in kinds]:
         raise ConfigError(
-            f"recipe table `{table}` has no setting `{unknown[0]}`", f"it has {', '.join(known)}"
+            f"recipe table `{table}` has no setting `{unknown[0]}`", f"it has {', '.join(kinds)}"
         )
-    try:
-        return kind(**values, **others)
-    except TypeError as error:
-        raise ConfigError(f"recipe table `{table}` is not valid: {error}") from error
+    for name, value in values.items():
+        hint = kinds[name]  # `int`, `int | None` (absent in TOML) or `tuple[str, ...]`
+        asked = list if get_origin(hint) is tuple else (get_args(hint) or (hint,))[0]
+        fits, form = _FORMS[asked]
+        if not fits(value):
+            raise ConfigError(f"recipe's `{table}.{name}` must be {form}: `{value}`")
+    given = {name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}
+    return kind(**given, **others)

@@ -46,6 +46,8 @@ class TextOptions:
             if value is not None and value < 1:
                 flag = "--" + name.replace("_", "-")
                 raise ConfigError(f"{flag} must be at least 1: {value}")
+        if self.seqlen < 2:
+            raise ConfigError(f"a chunk needs at least 2 tokens: {self.seqlen}")
 
 
 @dataclass(frozen=True)

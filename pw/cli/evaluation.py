@@ -98,7 +98,7 @@ def run_evaluation(
     tasks = tasks or TaskOptions()
     config = compared.unlimited
     seed = config.seed or 0
-    tokenizer, whole = load_tokenizer(path), _read_text(text.text)
+    tokenizer, whole = load_tokenizer(path), read_text(text.text)
     job = _job(tokenizer, whole, text, tasks, seed, kl)
     bounds = _bounds(path, config, job, open_ended=bool(harness_files))
 
@@ -212,7 +212,7 @@ def _harness(
     )
 
 
-def _read_text(name: str) -> str:
+def read_text(name: str) -> str:
     """The text to score: documents joined by a blank line."""
     from pw.models.resolve import asset
     from pw_pipelines.calibration import load_documents

@@ -11,7 +11,7 @@ import typer
 
 from pw.cli.command import print_json
 from pw.cli.eval_options import ComparisonOptions, TextOptions
-from pw.cli.evaluation import compare, print_report, run_evaluation
+from pw.cli.evaluation import Compared, compare, print_report, read_text, run_evaluation
 from pw.cli.offline import Download, DryRun, Overwrite
 from pw.cli.options import Common
 from pw.cli.plans import print_plan
@@ -47,13 +47,14 @@ def run(
 
     loaded = stage.load_recipe(recipe)
     loaded = replace(loaded, model=model or loaded.model, output=output or loaded.output)
+    evaluation = _evaluation(loaded, device)
     fetch(loaded.model, download)
     if dry_run:
         _plan(loaded, device, common, overwrite=overwrite, elsewhere=model is not None)
         return
     loaded = replace(loaded, model=stage.find_model(loaded))
     stage.run(loaded, progress_of(common), overwrite=overwrite, device=device)
-    described = _evaluate(loaded, device, common)
+    described = None if evaluation is None else _evaluate(loaded, *evaluation, common)
     if common.json:
         print_json({"artifact": loaded.output, "evaluation": described})
         return
@@ -92,27 +93,47 @@ def _plan(recipe: Recipe, device: str, common: Common, *, overwrite: bool, elsew
     print_plan(report, common, more)
 
 
-def _evaluate(recipe: Recipe, device: str, common: Common) -> dict[str, Any] | None:
-    """The recipe's evaluation; those with the same inputs are read from the file of results."""
+def _evaluation(recipe: Recipe, device: str) -> tuple[Compared, TextOptions] | None:
+    """What the recipe's evaluation compares on which text; None if it has none.
+
+    Raises:
+        ConfigError: It would fail after the stages.
+    """
+    settings = recipe.evaluation
+    if not settings.policies:
+        return None
+    budget = None if settings.memory_budget is None else parse_bytes(settings.memory_budget)
+    config = EngineConfig(memory_budget=budget, device=device)
+    compared = compare(config, ComparisonOptions(",".join(settings.policies)))
+    text = TextOptions(settings.text, settings.seqlen, settings.max_chunks)
+    text.check()
+    read_text(text.text)
+    return compared, text
+
+
+def _evaluate(
+    recipe: Recipe, compared: Compared, text: TextOptions, common: Common
+) -> dict[str, Any]:
+    """Score the recipe's artifact; what has the same inputs is read from the file of results."""
     from pw.store import Artifact
     from pw.store.files import replace_file
     from pw.store.manifest import canonical_json, plain
 
     settings = recipe.evaluation
-    if not settings.policies:
-        return None
     inputs = plain({"artifact": Artifact.open(recipe.output).artifact_hash, "settings": settings})
     file = recipe.output.with_name(f"{recipe.output.stem}.eval.json")
-    if file.is_file():
-        earlier: dict[str, Any] = json.loads(file.read_bytes())
-        if earlier["inputs"] == inputs and "report" in earlier:
-            progress_of(common).note(f"evaluation: done already, in `{file}`")
-            return dict(earlier["report"])
-    budget = None if settings.memory_budget is None else parse_bytes(settings.memory_budget)
-    policies = ",".join(settings.policies)
-    config = EngineConfig(memory_budget=budget, device=device)
-    text = TextOptions(settings.text, settings.seqlen, settings.max_chunks)
-    compared = compare(config, ComparisonOptions(policies))
+    if (earlier := _earlier(file, inputs)) is not None:
+        progress_of(common).note(f"evaluation: done already, in `{file}`")
+        return earlier
     _, described = run_evaluation(recipe.output, compared, text, common)
     replace_file(file, canonical_json(plain({"inputs": inputs, "report": described})))
     return described
+
+
+def _earlier(file: Path, inputs: Any) -> dict[str, Any] | None:
+    """The report of an earlier run with these inputs; None where the file holds none."""
+    try:
+        found = json.loads(file.read_bytes())
+        return dict(found["report"]) if found["inputs"] == inputs else None
+    except (OSError, ValueError, LookupError, TypeError):
+        return None

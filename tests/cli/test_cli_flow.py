@@ -342,5 +342,16 @@ def test_a_recipe_runs_once_and_scores_its_policies(made: Made, tmp_path: Path) 
     assert f"a path counts from `{Path.cwd()}`" in lost.err
     kept = run("run", str(tmp_path / "small.pw" / "recipe.toml"), "-q")
     assert kept.code == 0, kept.err  # the artifact knows where its model was
+    results.write_text("{")  # damaged: made again
+    assert [row["policy"] for row in json.loads(run(*flags).out)["evaluation"]["rows"]]
+    assert json.loads(results.read_text())["report"]
+    whole = recipe.read_text()
+    for old, new, error in (
+        ('"static:4"', '"magic"', "unknown precision policy: `magic`"),
+        (f'text = "{made.text}"', 'text = "gone.txt"', "cannot read text file: `gone.txt`"),
+        ("seqlen = 32", "seqlen = 1", "a chunk needs at least 2 tokens: 1"),
+    ):  # before the stages, not after them
+        recipe.write_text(whole.replace(old, new))
+        assert f"error: {error}" in run("run", str(recipe)).err
     missing = run("run", str(tmp_path / "none.toml"))
     assert (missing.code, missing.err.splitlines()[0][:27]) == (2, "error: cannot read recipe: ")

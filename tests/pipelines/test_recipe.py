@@ -71,6 +71,22 @@ def test_a_recipe_runs_all_stages_once(tmp_path: Path, monkeypatch: pytest.Monke
         ),
         ('model = "tiny"\noutput = "a.pw"\n[tune]\nwidth = 3', "`tune` has no setting `width`"),
         ('model = "tiny"\noutput = "a.pw"\n[quantize]\nmin_bits = 4', "min_bits must be 2 or 3"),
+        *(
+            (f'model = "tiny"\noutput = "a.pw"\n[{table}]\n{setting}', message)
+            for table, setting, message in (
+                ("calibration", 'nsamples = "many"', "nsamples` must be a whole number: `many`"),
+                ("calibration", "seed = 1.5", "calibration.seed` must be a whole number: `1.5`"),
+                ("calibration", "seed = -1", "seed must be between 0 and"),
+                ("calibration", "dataset = 5", "calibration.dataset` must be a text: `5`"),
+                ("quantize", 'strict_coverage = "no"', "must be true or false: `no`"),
+                ("quantize", "max_bits = true", "max_bits` must be a whole number: `True`"),
+                ("tune", 'bits = "a"', "tune.bits` must be a number: `a`"),
+                ("residuals", 'validation = "x"', "validation` must be a number: `x`"),
+                ("evaluation", 'policies = "dense"', "policies` must be a list of texts: `dense`"),
+                ("evaluation", "policies = [3]", "policies` must be a list of texts"),
+                ("evaluation", 'max_chunks = "few"', "max_chunks` must be a whole number: `few`"),
+            )
+        ),
     ],
 )
 def test_a_bad_recipe_is_refused(tmp_path: Path, text: str, message: str) -> None:
