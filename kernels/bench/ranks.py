@@ -51,6 +51,7 @@ CASES = ["32:4:1", "32:4:2", "32:4:2e", "32:4:2m", "64:4:1", "64:4:2", "64:8:2"]
 WARM, PROFILED, SPARE = 8, 8, 16  # steps
 SHOWN = 14  # kernels
 IDLE = "between kernels"
+READY, MEASURED = "ready", "measured"  # what a case says
 _END_SECONDS = 10.0  # for a case that has been measured to close its engine
 LOW_WATERMARK = PlannerConfig().low_watermark
 ROOMY = 1 << 30  # bytes beyond a tight budget: what graphs set aside
@@ -286,7 +287,7 @@ def run_case(text: str, options: argparse.Namespace) -> None:
         try:
             if engine._parts.runner.steps is None:
                 raise SystemExit("nothing was captured, see the warning above")
-            print("ready", flush=True)
+            print(READY, flush=True)
             sys.stdin.readline()
             result: dict[str, Any] = {"case": case.name, "start_seconds": started}
             if "m" in case.kind:
@@ -294,7 +295,7 @@ def run_case(text: str, options: argparse.Namespace) -> None:
             else:
                 result |= steps(engine, case, options)
             options.json.write_text(json.dumps(plain(result)))
-            print("measured", flush=True)
+            print(MEASURED, flush=True)
         finally:
             engine.close()
 
@@ -318,12 +319,18 @@ class Started:
             stdout=subprocess.PIPE,
             env=os.environ | peers,
         )
-        self._next = self._line()
+        self._next = self._until(READY)
 
-    def _line(self) -> threading.Thread:
-        """Waits for its next line, or its end."""
-        assert self._child.stdout is not None
-        thread = threading.Thread(target=self._child.stdout.readline, daemon=True)
+    def _until(self, word: str) -> threading.Thread:
+        """Waits until it has said a word, or has ended; libraries may say something, too."""
+
+        def read() -> None:
+            assert self._child.stdout is not None
+            for line in iter(self._child.stdout.readline, b""):
+                if line.decode().strip() == word:
+                    return
+
+        thread = threading.Thread(target=read, daemon=True)
         thread.start()
         return thread
 
@@ -334,7 +341,7 @@ class Started:
             assert self._child.stdin is not None
             self._child.stdin.write(b"go\n")
             self._child.stdin.flush()
-            self._next = self._line()
+            self._next = self._until(MEASURED)
             self._next.join(seconds)
             result: dict[str, Any] = json.loads(self._result.read_text())
         except (OSError, ValueError) as error:
