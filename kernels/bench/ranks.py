@@ -5,9 +5,9 @@
     python kernels/bench/ranks.py --cases 32:4:1=64,64:4:1@1=122 32:4:2,64:4:2
 
 A case is LAYERS:BITS:RANKS, then perhaps `e` for --enable-expert-parallel, `m` for planes that move
-(cycles of pressure on an adaptive engine of at most so many bits), `p` for small sums over
-symmetric memory, @DEVICE where there is one rank, =GiB of memory for each rank. Each runs in a
-process of its own; those with commas between them start at the same time, and are measured in turn.
+(cycles of pressure on an adaptive engine of at most so many bits), `n` for NCCL's sums alone,
+@DEVICE where there is one rank, =GiB of memory for each rank. Each runs in a process of its own;
+those with commas between them start at the same time, and are measured in turn.
 Weights are random, in the shape of a config. Requests start with a context that counts as computed:
 their KV pages are taken and hold whatever the arena held. Decode steps are timed as their caller
 sees them (median), from CUDA graphs, launched ahead. What a step's time goes to is rank 0's, by
@@ -65,14 +65,14 @@ class Case:
     layers: int
     bits: int
     ranks: int
-    kind: str  # some of "e", "m", "p"
+    kind: str  # some of "e", "m", "n"
     device: str
     budget: int | None  # bytes
 
     @classmethod
     def parse(cls, text: str) -> "Case":
         """From the command line."""
-        found = re.fullmatch(r"(\d+):(\d+):(\d+)([emp]*)(?:@(\d+))?(?:=(\d+))?", text)
+        found = re.fullmatch(r"(\d+):(\d+):(\d+)([emn]*)(?:@(\d+))?(?:=(\d+))?", text)
         if found is None:
             raise SystemExit(f"not a case: `{text}`")
         layers, bits, ranks, kind, device, budget = found.groups()
@@ -312,12 +312,12 @@ class Started:
     def __init__(self, text: str, arguments: list[str], folder: Path) -> None:
         self.text, self._result = text, folder / f"{text}.json"
         command = [sys.executable, __file__, *arguments, "--case", text, "--json", self._result]
-        peers = {"PW_PEER_SUMS": "1"} if "p" in Case.parse(text).kind else {}
+        nccl = {"PW_PEER_SUMS": "0"} if "n" in Case.parse(text).kind else {}
         self._child = subprocess.Popen(
             list(map(str, command)),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env=os.environ | peers,
+            env=os.environ | nccl,
         )
         self._next = self._until(READY)
 
@@ -402,7 +402,7 @@ def show(result: dict[str, Any]) -> None:
 
 def is_sum(name: str) -> bool:
     """Whether a kernel adds up over the ranks."""
-    return "nccl" in name.lower() or "all_reduce" in name
+    return "nccl" in name.lower() or name == "peer_sum"
 
 
 def main() -> None:

@@ -123,30 +123,32 @@ class Machine:
         return bytes_read + step.layers * self.layer + step.sums
 
 
-def measured_sum(sums: list[dict[str, float]], batch: int) -> float:
+def measured_sum(sums: list[dict[str, Any]], batch: int, way: str) -> float:
     """Seconds of a sum over two ranks from a graph, between the sizes that were measured."""
-    tokens = [row["tokens"] for row in sums]
-    return float(np.interp(batch, tokens, [row["graph_us"] for row in sums])) * 1e-6
+    rows = [row for row in sums if row["way"] == way]
+    tokens = [row["tokens"] for row in rows]
+    return float(np.interp(batch, tokens, [row["graph_us"] for row in rows])) * 1e-6
 
 
 def read_steps(
-    found: dict[str, Any], config: dict[str, Any], sums: list[dict[str, float]]
+    found: dict[str, Any], config: dict[str, Any], sums: list[dict[str, Any]]
 ) -> list[Step]:
     """The decode steps of a result of ranks.py."""
     steps, context = [], int(found["options"]["context"])
     for result in found["results"]:
         size, width, ranks = result["case"].split(":")
-        shape, count = Shape(int(size), int(width), config), int(ranks.rstrip("emnp"))
+        shape, count = Shape(int(size), int(width), config), int(ranks.rstrip("emn"))
+        way = "nccl" if "n" in ranks else "kernel"
         for row in result.get("decode", []):
             batch, routed = row["batch"], row.get("routing")
-            busy = None
+            one_sum, busy = measured_sum(sums, batch, way), None
             if routed is not None:
                 whole = "e" in ranks
                 busy = routed["busiest_rank_experts"] / (1 if whole else count)
             steps.append(
                 Step.of(
-                    result["case"], shape, batch, context, count, measured_sum(sums, batch),
-                    busy, row["step_ms"] / 1e3,
+                    result["case"], shape, batch, context, count, one_sum, busy,
+                    row["step_ms"] / 1e3,
                 )
             )  # fmt: skip
     return steps

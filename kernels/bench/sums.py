@@ -4,7 +4,8 @@
     python kernels/bench/sums.py --ranks 2 --json out.json
 
 One process a rank, connected as an engine's ranks are (`pw.engine.parallel.group`). Sums of [T, H]
-bf16 are timed by calls and from a graph of 64 of them, without what a model does in between.
+bf16 are timed by calls and from a graph of 64 of them, without what a model does in between: over
+NCCL, and small ones by the ranks' own kernel, where they have it.
 """
 
 import argparse
@@ -23,7 +24,7 @@ from pw.engine.parallel.group import RankGroup
 CHAIN = 64  # sums of a graph: two a layer, 32 layers
 RUNS = 20
 TOKENS = (1, 8, 32, 128, 2048)
-Row = dict[str, float | int]
+Row = dict[str, float | int | str]
 
 
 def microseconds(run: Callable[[], object], times: int) -> float:
@@ -40,7 +41,7 @@ def microseconds(run: Callable[[], object], times: int) -> float:
 
 
 def measure(group: RankGroup, tokens: int, hidden: int, device: torch.device) -> Row:
-    """Check and time sums of [tokens, hidden]."""
+    """Check and time sums of [tokens, hidden], as the group makes them."""
     own = torch.full((tokens, hidden), float(group.rank + 1), dtype=torch.bfloat16, device=device)
     want = float(sum(range(1, group.size + 1)))
     assert (group.all_reduce(own.clone()) == want).all(), "a wrong sum by calls"
@@ -61,6 +62,7 @@ def measure(group: RankGroup, tokens: int, hidden: int, device: torch.device) ->
         graph.replay()
         assert (result == want).all(), "a wrong sum from a graph"
     row: Row = {
+        "way": "nccl" if group._peers is None or not group._peers.takes(own) else "kernel",
         "ranks": group.size,
         "tokens": tokens,
         "bytes": own.numel() * own.element_size(),
@@ -77,6 +79,11 @@ def of_rank(rank: int, size: int, folder: Path, hidden: int) -> None:
     torch.cuda.set_device(device)
     group = RankGroup(rank, size, folder, device, 60.0)
     rows = [measure(group, tokens, hidden, device) for tokens in TOKENS]
+    peers, group._peers = group._peers, None
+    if peers is not None:
+        rows = [row for row in rows if row["way"] == "kernel"]
+        rows += [measure(group, tokens, hidden, device) for tokens in TOKENS]
+        group._peers = peers
     if rank == 0:
         (folder / "rows.json").write_text(json.dumps(rows))
     group.agree(True)
@@ -105,10 +112,11 @@ def main() -> None:
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
         }
         options.json.write_text(json.dumps(about | {"rows": rows}, indent=1) + "\n")
-    print("| ranks | tokens | bytes | by calls, us | from a graph, us |\n" + "|---" * 5 + "|")
+    print("| way | ranks | tokens | bytes | by calls, us | from a graph, us |\n" + "|---" * 6 + "|")
     for row in rows:
         print(
-            f"| {row['ranks']} | {row['tokens']} | {row['bytes']} | {row['calls_us']:.1f} "
+            f"| {row['way']} | {row['ranks']} | {row['tokens']} | {row['bytes']} "
+            f"| {row['calls_us']:.1f} "
             f"| {row['graph_us']:.1f} |"
         )
 

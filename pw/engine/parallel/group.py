@@ -95,9 +95,9 @@ class RankGroup:
     def _connect_peers(self, store: Any, folder: Path) -> PeerSums | None:
         """Another way for small sums, if all ranks have it and it gives the right ones.
 
-        Only where the environment has PW_PEER_SUMS: see docs/scale.md.
+        `PW_PEER_SUMS=0` in the environment of a rank turns it off.
         """
-        wanted = "PW_PEER_SUMS" in os.environ
+        wanted = os.environ.get("PW_PEER_SUMS") != "0"
         if not self.agree(wanted and PeerSums.supported(self.size, self._device)):
             return None
         peers = None

@@ -80,7 +80,7 @@ def test_all_ranks_take_the_other_way_or_none_does(
 ) -> None:
     way = type("Way", (OtherWay,), {"broken": broken, "factor": factor, "calls": 0})
     monkeypatch.setattr(groups, "PeerSums", way)
-    monkeypatch.setenv("PW_PEER_SUMS", "1")
+    monkeypatch.delenv("PW_PEER_SUMS", raising=False)
     assert sums(tmp_path) == [[3.0] * 4] * 2
     # a first one each, then those of use
     assert way.calls == (6 if taken else 0 if broken else 2)
@@ -89,10 +89,12 @@ def test_all_ranks_take_the_other_way_or_none_does(
     assert all("\n" not in text for text in slower)
 
 
-def test_nobody_takes_it_unasked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nobody_takes_it_where_it_is_turned_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     way = type("Way", (OtherWay,), {"calls": 0})
     monkeypatch.setattr(groups, "PeerSums", way)
-    monkeypatch.delenv("PW_PEER_SUMS", raising=False)
+    monkeypatch.setenv("PW_PEER_SUMS", "0")
     assert sums(tmp_path) == [[3.0] * 4] * 2
     assert way.calls == 0
 
