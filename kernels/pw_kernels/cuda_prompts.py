@@ -157,7 +157,8 @@ def _launch_classes(
 ) -> None:
     """Launch the kernel of each class of widths that a block of these pages can have."""
     limit = nvrtc.shared_bytes(device.index or 0)
-    widest, low = pages.plane_pages.shape[1], 2
+    first = low = max(2, pages.widths[0])
+    widest = min(pages.widths[1], pages.plane_pages.shape[1])
     for number, tuning in enumerate(plan.classes):
         high = min(tuning.widest, widest)
         if low > high:
@@ -165,7 +166,8 @@ def _launch_classes(
         room = shared_bytes(tuning.blocks, limit)
         defines = {
             **constants, "CLASS": min(number, 1), "LOW": low, "HIGH": high, "ROOM": room,
-            "GROUPS_OF_WARPS": tuning.warpgroups, "BLOCKS": tuning.blocks, "FIRST": int(low == 2),
+            "GROUPS_OF_WARPS": tuning.warpgroups, "BLOCKS": tuning.blocks,
+            "FIRST": int(low == first),
         }  # fmt: skip
         kernel("prompts.cu", "experts", defines, device).launch(
             (row_blocks(pages, bool(constants["GATED"]), tuning), arguments.groups),

@@ -74,11 +74,19 @@ def test_groups_hold_what_most_experts_get(mean: int, slots: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("planes", "launched"),
-    [(8, [(0, 2, 4, 1), (1, 5, 6, 0), (1, 7, 8, 0)]), (5, [(0, 2, 4, 1), (1, 5, 5, 0)])],
+    ("planes", "widths", "launched"),
+    [
+        (8, (1, 8), [(0, 2, 4, 1), (1, 5, 6, 0), (1, 7, 8, 0)]),
+        (5, (1, 8), [(0, 2, 4, 1), (1, 5, 5, 0)]),
+        (8, (3, 3), [(0, 3, 3, 1)]),
+        (8, (6, 7), [(1, 6, 6, 1), (1, 7, 7, 0)]),
+    ],
 )
 def test_every_width_has_one_launch(
-    monkeypatch: pytest.MonkeyPatch, planes: int, launched: list[tuple[int, ...]]
+    monkeypatch: pytest.MonkeyPatch,
+    planes: int,
+    widths: tuple[int, int],
+    launched: list[tuple[int, ...]],
 ) -> None:
     found, grids = [], []
 
@@ -94,8 +102,9 @@ def test_every_width_has_one_launch(
     monkeypatch.setattr(cuda_prompts.nvrtc, "shared_bytes", lambda _: 227 << 10)
     ids = torch.zeros(2, planes, 1, dtype=torch.int32)
     pages = WeightPages(
-        192, 256, ids[:, 0, 0].contiguous(), ids, ids[:, 0].contiguous(), ids[0, :2, 0].contiguous()
-    )
+        192, 256, ids[:, 0, 0].contiguous(), ids, ids[:, 0].contiguous(),
+        ids[0, :2, 0].contiguous(), widths,
+    )  # fmt: skip
     arguments, plan = cuda_prompts.Arguments(groups=3), cuda_prompts.choose_plan(300, 2)
     cuda_prompts._launch_classes(plan, pages, {"GATED": 1}, arguments, torch.device("cpu"))
     assert found == launched
