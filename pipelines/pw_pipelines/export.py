@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 
 from pw.blocks import MODULES, BlockKey
-from pw.errors import ConfigError, StoreError
+from pw.errors import ConfigError, PartialResultError, StoreError
 from pw.models.checkpoint import Checkpoint
 from pw.models.dequantized import DequantizedBlocks
 from pw.models.experts import expert_modules, to_module_layout
 from pw.store.artifact import Artifact
-from pw.store.files import remove_tree
+from pw.store.files import disk_full, remove_tree
 from pw.store.tensor_file import TensorSource
 from pw.store.writer import MODEL_FILES
 from pw_pipelines.progress import Progress
@@ -51,7 +51,7 @@ def run(path: str | Path, out: str | Path, bits: int, progress: Progress) -> Exp
     Raises:
         ConfigError: The artifact does not have this width.
         StoreError: `out` exists, or the artifact is damaged.
-        PartialResultError: The disk is full.
+        PartialResultError: The disk is full; nothing is left.
     """
     artifact, out = Artifact.open(path), Path(out)
     if bits not in artifact.manifest.widths:
@@ -65,17 +65,14 @@ def run(path: str | Path, out: str | Path, bits: int, progress: Progress) -> Exp
     partial = out.with_name(f"{out.name}.partial")
     remove_tree(partial)
     partial.mkdir(parents=True)
-    geometry = artifact.geometry
-    writer = ShardWriter(partial, len(geometry.layers) + 1, _bytes_needed(checkpoint))
-    writer.write(_dense(checkpoint))
-    blocks = DequantizedBlocks(artifact, torch.device("cpu"))
-    with progress.stage("export", geometry.blocks, "blocks") as advance:
-        for slot, layer in enumerate(geometry.layers):
-            writer.write(_experts(checkpoint, blocks, slot, layer, bits, artifact.lut_dtype))
-            advance(geometry.experts * len(MODULES))
-    writer.write_index()
-    _write_config(checkpoint, partial)
-    partial.rename(out)
+    try:
+        writer = _write(artifact, checkpoint, partial, bits, progress)
+        partial.rename(out)
+    except BaseException as error:
+        remove_tree(partial)
+        if isinstance(error, PartialResultError):
+            error.hint = "free some space and run the same command again: it starts anew"
+        raise
     return ExportReport(
         path=out,
         bits=bits,
@@ -84,6 +81,25 @@ def run(path: str | Path, out: str | Path, bits: int, progress: Progress) -> Exp
         bytes=writer.bytes,
         files=writer.shards,
     )
+
+
+def _write(
+    artifact: Artifact, checkpoint: Checkpoint, folder: Path, bits: int, progress: Progress
+) -> ShardWriter:
+    """Write all files of a checkpoint into a folder."""
+    geometry, needed = artifact.geometry, _bytes_needed(checkpoint)
+    if shutil.disk_usage(folder).free < needed:
+        raise disk_full(folder, needed)
+    writer = ShardWriter(folder, len(geometry.layers) + 1, needed)
+    writer.write(_dense(checkpoint))
+    blocks = DequantizedBlocks(artifact, torch.device("cpu"))
+    with progress.stage("export", geometry.blocks, "blocks") as advance:
+        for slot, layer in enumerate(geometry.layers):
+            writer.write(_experts(checkpoint, blocks, slot, layer, bits, artifact.lut_dtype))
+            advance(geometry.experts * len(MODULES))
+    writer.write_index()
+    _write_config(checkpoint, folder)
+    return writer
 
 
 def _bytes_needed(checkpoint: Checkpoint) -> int:

@@ -31,6 +31,7 @@ from pw.models.resolve import BUNDLED, pinned, resolve_model
 from pw.models.shards import ShardIndex
 from pw.models.tokenizer import load_tokenizer
 from pw.store.artifact import QUANTIZE, Artifact
+from pw.store.files import disk_full, existing_parent
 from pw.store.manifest import ModelRecord
 from pw.store.tensor_file import TensorSource
 from pw.store.writer import ArtifactWriter
@@ -42,6 +43,7 @@ from pw_pipelines.fitting import BlockFitter, refuse_infinite
 from pw_pipelines.focus import Focus
 from pw_pipelines.moments import Moments, measure_moments, report_coverage
 from pw_pipelines.observation import ObservedModel, part_of
+from pw_pipelines.outputs import WINDOWS, measure_outputs
 from pw_pipelines.progress import Progress
 from pw_pipelines.ranks import ALONE, Ranks
 from pw_pipelines.savepoint import Savepoint
@@ -117,6 +119,7 @@ def run(
         Behind(_JOBS_BEHIND[where.type]) as behind,
     ):
         done = writer.complete
+        _check_room(writer, dense_sources(checkpoint))
         copied = ShardIndex.open(path)  # counts by itself what is read behind
         if ranks.first and _JOBS_BEHIND[where.type]:
             behind.do(partial(writer.write_dense, dense_sources(checkpoint, copied)))
@@ -156,7 +159,7 @@ def quantize_settings(
     config: QuantizeConfig, samples: CalibrationSet, focus: Focus | None = None
 ) -> dict[str, Any]:
     """Everything but the model that decides the bytes of an artifact."""
-    tuned = {} if focus is None else {"focus": focus.settings()}
+    tuned = {} if focus is None else {"focus": focus.settings(), "gradient_windows": WINDOWS}
     return {
         **tuned,
         "min_bits": config.min_bits,
@@ -245,7 +248,7 @@ def _fit_layers(
     else:
         layers = {layer for layer, _ in left}
         moments = _read(
-            writer, checkpoint, samples, config, progress, ranks, fitter, layers, behind
+            writer, checkpoint, samples, config, progress, ranks, fitter, layers, focus, behind
         )
         report_coverage(moments, progress, strict=config.strict_coverage)
         behind.finish()
@@ -257,6 +260,18 @@ def _fit_layers(
     writer.find_done()
     reading = time.perf_counter() - started - fitter.seconds
     return moments, {"reading": reading, "fitting": fitter.seconds}
+
+
+def _check_room(writer: ArtifactWriter, dense: Mapping[str, TensorSource]) -> None:
+    """Refuse a disk that has no room for all that is still to be written.
+
+    Raises:
+        PartialResultError: It is too small.
+    """
+    copied = 0 if writer.dense_done else sum(source.nbytes for source in dense.values())
+    needed = writer.bytes_needed() + copied
+    if shutil.disk_usage(existing_parent(writer.path)).free < needed:
+        raise disk_full(writer.path, needed)
 
 
 def _say_what_is_there(
@@ -281,6 +296,7 @@ def _read(
     ranks: Ranks,
     fitter: BlockFitter,
     layers: set[int],
+    focus: Focus | None,
     behind: Behind,
 ) -> Moments:
     """Read the text and fit the blocks of `layers` on the way."""
@@ -306,6 +322,8 @@ def _read(
         if savepoint.opened:  # what it counts as done is on the disk
             behind.finish()
 
+    if layers and focus is not None:
+        fitter.outputs = measure_outputs(model, windows, progress)
     units = len(part_of(windows, ranks, fitter.device)) * model.layers
     try:
         with progress.stage("calibration", units, "samples x layers") as advance:

@@ -66,13 +66,13 @@ def evaluate(
     )
     if baseline is not None:
         _add_baseline(described, baseline)
-    if report.output is not None:
-        _write(report, described, sweep if tasks.log_samples else None, path)
     if common.json:
         print_json(described)
     else:
         print_report(described)
-        if report.output is not None:
+    if report.output is not None:  # what it cannot write has been told
+        _write(report, described, sweep if tasks.log_samples else None, path)
+        if not common.json:
             print(f"report: `{report.output / 'report.html'}`")
     if all(row["error"] for row in described["rows"]):
         raise BudgetError("no policy could run", "raise --memory-budgets")

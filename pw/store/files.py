@@ -208,9 +208,9 @@ def disk_errors(target: Path, needed: int) -> Iterator[None]:
 def disk_full(target: Path, needed: int) -> PartialResultError:
     """The error of a disk without room for `needed` more bytes of `target`."""
     free = shutil.disk_usage(existing_parent(target)).free
+    asked = f"{format_exactly(needed)} needed, " if needed else ""
     return PartialResultError(
-        f"disk full while writing `{target}`: {format_exactly(needed)} needed, "
-        f"{format_exactly(free)} free",
+        f"disk full while writing `{target}`: {asked}{format_exactly(free)} free",
         "free some space and run the same command again: it resumes where it stopped",
     )
 

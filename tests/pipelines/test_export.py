@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import shutil
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from pw.blocks import BlockKey
 from pw.config import QuantizeConfig
-from pw.errors import ConfigError, StoreError
+from pw.errors import ConfigError, PartialResultError, StoreError
 from pw.models.checkpoint import Checkpoint
 from pw.models.dequantized import DequantizedBlocks
 from pw.models.shards import ShardIndex
@@ -76,3 +78,22 @@ def test_what_cannot_be_exported_is_refused(tmp_path: Path) -> None:
         export.run(artifact, tmp_path / "more", 6, QUIET)
     with pytest.raises(StoreError, match="output exists"):
         export.run(artifact, out, 4, QUIET)
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_a_full_disk_leaves_nothing(
+    early: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    artifact, out = exported("mixtral", tmp_path)
+    shutil.rmtree(out)
+    free = 1 << 10 if early else 1 << 40
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(1, 0, free))
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "no space")
+
+    monkeypatch.setattr("pw_pipelines.shard_writer.write_tensors", full)
+    with pytest.raises(PartialResultError, match="disk full while writing") as caught:
+        export.run(artifact, out, 4, QUIET)
+    assert "starts anew" in caught.value.hint
+    assert not list(tmp_path.glob("out*"))

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pw.blocks import MODULES, BlockKey, BlockShape, ExpertGeometry, Module
 from pw.config import QuantizeConfig
-from pw.errors import ConfigError, ModelError, StaleStageError
+from pw.errors import ConfigError, ModelError, PartialResultError, StaleStageError
 from pw.models.checkpoint import Checkpoint
 from pw.models.dequantized import DequantizedBlocks
 from pw.models.layered import LayeredModel
@@ -329,6 +329,19 @@ def test_the_stages_that_follow_say_where_they_go_on(
         stage.run(artifact, text, Progress(Style.PLAIN, stream=told), model=small.model)
         work = tmp_path / "a.pw.work" / folder
         assert f": goes on from `{work}`: 2 of {steps} passes of layers are" in told.getvalue()
+
+
+def test_a_disk_without_room_for_what_is_copied_is_refused_before_the_work(
+    small: Small, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dense = (small.artifact / "dense.safetensors").stat().st_size
+    whole = sum(file.stat().st_size for file in small.artifact.rglob("*") if file.is_file())
+    monkeypatch.setattr(
+        shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(1, 0, whole - dense // 2)
+    )
+    monkeypatch.setattr(quantize, "ObservedModel", None)
+    with pytest.raises(PartialResultError, match="disk full while writing"):
+        quantize.run(small.model, tmp_path / "a.pw", small.config, QUIET)
 
 
 def test_a_savepoint_without_its_blocks_is_not_believed(
