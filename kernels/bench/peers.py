@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 import triton
-from moe import MODELS, Layer, dense_layer, graph_time
+from moe import MODELS, Layer, alike, dense_layer, graph_time
 from torch import Tensor
 
 GROUP = 128  # columns that share a scale, where a peer has groups
@@ -142,7 +142,7 @@ def expert_records(
     micros = graph_time(lambda batch: dense_layer(layer, batch), batches)
     yield "experts bf16", {"us": micros, "bytes": int(2 * weights), "weights": int(weights)}
     for width in bits:
-        layer.set_bits([width] * model.experts)
+        layer.set_bits(alike(model, lambda _, width=width: width))
         if not (error := layer.error(batches[0], None)) < TOLERANCE:
             print(f"experts {width} bit: wrong, relative error {error:.1e}")
             continue

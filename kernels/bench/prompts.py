@@ -115,15 +115,15 @@ def bench(options: argparse.Namespace) -> list[dict[str, Any]]:
     model = moe.MODELS[options.model]
     layer = moe.Layer(model)
     began = time.perf_counter()
-    widths = {f"{b}": [b] * model.experts for b in options.bits}
-    widths |= {k: [moe.MIXES[k](e) for e in range(model.experts)] for k in options.mixes}
+    widths = {f"{b}": moe.alike(model, lambda _, b=b: b) for b in options.bits}
+    widths |= {k: moe.alike(model, moe.MIXES[k]) for k in options.mixes}
     extra = ["decode"] if options.decode else []
     plans = {tokens: list(options.plans) for tokens in options.tokens}
     stamp = {
         "model": options.model, "gpu": torch.cuda.get_device_name(), "torch": torch.__version__,
         "triton": triton.__version__, "date": datetime.now(UTC).date().isoformat(),
     }  # fmt: skip
-    layer.set_bits([2 + e % 7 for e in range(model.experts)])
+    layer.set_bits(moe.alike(model, lambda e: 2 + e % 7))
     with ThreadPoolExecutor(12) as pool:  # compiles
         jobs = {(plan, tokens) for tokens in options.tokens for plan in [*plans[tokens], *extra]}
         done = {job: pool.submit(run, layer, layer.batches(job[1])[0], job[0]) for job in jobs}

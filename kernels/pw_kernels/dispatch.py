@@ -28,7 +28,7 @@ _KV_DTYPES = (torch.float32, torch.bfloat16)
 _WIDEST_HEAD = 512  # that the Triton attention takes
 _MOE = {"numba": "cpu_moe", "triton": "triton_moe", "cuda": "cuda_moe"}
 _COUNTING = ("numba", "cuda")  # add up routing statistics themselves
-_ATTENTION = {"numba": "cpu_attention", "triton": "triton_attention"}
+_ATTENTION = {"numba": "cpu_attention", "triton": "triton_attention", "cuda": "cuda_attention"}
 _WRITE_KV = {"numba": "cpu_attention", "triton": "triton_step"}
 
 
@@ -158,8 +158,15 @@ def paged_attention(
         page.stride(-1) == 1 and page.shape[-1] <= _WIDEST_HEAD and page.is_floating_point()
         for page in pages
     )
-    fits_numba = all(map(_fits_numba, pages))
-    name = _choose(backend, q.device, "attention", fits_numba=fits_numba, fits_triton=fits_triton)
+    cuda = _module("cuda_attention") if q.device.type == "cuda" else None
+    name = _choose(
+        backend,
+        q.device,
+        "attention",
+        fits_numba=all(map(_fits_numba, pages)),
+        fits_triton=fits_triton,
+        fits_cuda=cuda is not None and cuda.fits(q, k_pages, v_pages, block_tables),
+    )
     module = _module(_ATTENTION[name]) if name in _ATTENTION else reference
     assert module is not None  # _choose has imported it
     return module.paged_attention(  # type: ignore[no-any-return]
@@ -209,10 +216,16 @@ def attention_scratch_bytes(
         return 4 * heads * (context + 2 * _VECTOR) * torch.get_num_threads()
     if name == "triton":  # parts of every query, as far as they are taken at all
         module = _module("triton_attention")
+        cuda = _module("cuda_attention") if device.type == "cuda" else None
         assert module is not None
         parts: int = -(-context // module.SPLIT_KEYS) + 1  # block tables end with a page
         limit: int = module.WORKSPACE_BYTES
-        return min(limit, 4 * tokens * heads * parts * (value_size + 2))
+        stated = min(limit, 4 * tokens * heads * parts * (value_size + 2))
+        if cuda is not None:  # decode steps, of as many sequences
+            room = context + module.SPLIT_KEYS
+            decode = cuda.most_workspace_bytes(tokens, heads, kv_heads, value_size, room)
+            stated = max(stated, min(limit, decode))
+        return stated
     # Keys and values in fp32, once as stored and once for every head; four copies of the scores.
     gathered = (2 * kv_heads + heads) * (key_size + value_size)
     return 4 * context * (gathered + 4 * heads * tokens)

@@ -1,0 +1,384 @@
+// Attention of single queries over paged keys and values, as in decode steps. Compiled at run time by NVRTC
+// (cuda_attention.py), which defines the constants named below.
+//
+//   FLOAT16        1: queries, keys and values are fp16; 0: bf16
+//   HEADS, GROUP   heads that an item may be of; query heads of each, 8 at most
+//   SHARE          of these heads that have a key head in common
+//   SIZE           of a head: 64, 128, 256 or 512;  TOKENS: of a page
+//   WARPS, BLOCKS  warps of a block; blocks of a multiprocessor
+//   UNITS          copies that a warp has room for
+//   PART           keys of a part; each is computed alone, so that a result does not depend on who computes it
+//   WINDOW, SOFTCAP, SINKS   1: there is one
+//
+// An item is a part of one query's keys at one such head. Every block makes the list of all items from the lengths and takes
+// every gridDim-th. Its warps share an item's tiles of 16 keys. The matrix unit multiplies keys [16 keys x 16 columns] by
+// queries [16 columns x 8 heads], and values [16 columns x 16 keys] by weights [16 keys x 8 heads].
+//
+// What a warp reads comes in units of 16 rows of up to 128 columns: the queries of an item, then the keys and the values of
+// each of its tiles. It copies them for itself, UNITS - 1 ahead, across items, so it waits for others only where parts end.
+// The parts of a query are merged by the block that ends last, in a fixed order. It knows that it is the last when it ends
+// its next item, so that nobody waits for the word.
+
+#include "common.cuh"
+
+DI float exp2_fast(float v) { float r; asm("ex2.approx.ftz.f32 %0,%1;" : "=f"(r) : "f"(v)); return r; }
+// For what a launch that overlaps with this one, or another block, wrote.
+DI int load_int(const int* p) {
+  int v;
+  asm volatile("ld.global.cg.s32 %0,[%1];" : "=r"(v) : "l"(p) : "memory");
+  return v;
+}
+DI float2 load_pair(const float* p) {
+  float2 v;
+  asm volatile("ld.global.cg.v2.f32 {%0,%1},[%2];" : "=f"(v.x), "=f"(v.y) : "l"(p) : "memory");
+  return v;
+}
+DI float4 load_four(const float* p) {
+  float4 v;
+  asm volatile("ld.global.cg.v4.f32 {%0,%1,%2,%3},[%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "l"(p) : "memory");
+  return v;
+}
+DI void copy_async(u32 to, u64 from) { asm volatile("cp.async.cg.shared.global [%0],[%1],16;" ::"r"(to), "l"(from) : "memory"); }
+DI void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int PENDING> DI void wait() { asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory"); }
+// Four matrices of 8 rows of 16 bytes, whose addresses the lanes give: as operands of the matrix unit, by rows or by columns.
+DI void load_rows(u32* r, u32 at) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3},[%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(at) : "memory");
+}
+DI void load_columns(u32* r, u32 at) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3},[%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(at) : "memory");
+}
+DI u32 transposed(u32 v) { u32 r; asm("movmatrix.sync.aligned.m8n8.trans.b16 %0,%1;" : "=r"(r) : "r"(v)); return r; }
+#if __CUDA_ARCH__ >= 900
+DI void wait_for_earlier() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+DI void let_next_begin() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+#else
+DI void wait_for_earlier() {}
+DI void let_next_begin() {}
+#endif
+
+struct Arguments {
+  const u16* q;            // [T, HEADS * GROUP, SIZE]
+  const u16* k_pages;      // [P, TOKENS, HEADS / SHARE, SIZE]
+  const u16* v_pages;
+  const int* tables;       // [B, M]
+  const int* query_start;  // [B + 1]
+  const int* seq_lens;     // [B]
+  const float* sinks;      // [HEADS * GROUP]
+  u16* out;                // [T, HEADS * GROUP, SIZE]
+  float* partial;          // [T, HEADS * GROUP, parts, SIZE]
+  float* extremes;         // [T, HEADS * GROUP, parts, 2]: maximum (base 2) and sum
+  u32* arrived;            // [T * HEADS] zeros, and zeros afterwards
+  u32 k_page, k_token, k_head, v_page, v_token, v_head, q_token, q_head;
+  int table_row, tokens, sequences, parts, window;
+  float scale, softcap;
+};
+
+constexpr int THREADS = 32 * WARPS, TILE = 16, COLS = SIZE < 128 ? SIZE : 128, SEGMENTS = SIZE / COLS, CHUNKS = COLS / 8;
+constexpr int UNIT = TILE * COLS * 2, STEPS = COLS / 16, VALUE_ROW = SIZE + 4;   // bytes; of 16 columns; floats, in other banks
+constexpr int MERGED = 16;                                      // parts on their way
+constexpr float LOG2E = 1.4426950408889634f, LOWEST = -1.0e30f, ABSENT = -3.0e38f;
+constexpr int RING = WARPS * UNITS * UNIT, VALUES = WARPS * GROUP * VALUE_ROW;
+// [WARPS, UNITS] units; [WARPS, GROUP] values, maximum and sum of a part; a word; of T tokens: parts before, positions, sequences
+extern __shared__ __align__(128) unsigned char dynamic[];
+
+DI float shuffled(float v, int lane) { return __uint_as_float(__shfl_sync(~0u, __float_as_uint(v), lane)); }
+DI u32 pair(float low, float high) { return (u32)to_half(low) | (u32)to_half(high) << 16; }
+// Where 16 bytes of a row lie: rows below each other are in different banks.
+DI u32 place(int row, int chunk, int chunks) { return (row * chunks + (chunk ^ (row & 7))) * 16; }
+
+struct Part {
+  int token, head, number, from, until;                         // keys
+};
+
+// All items: those of a token follow each other, and the heads of a part.
+struct Work {
+  int *before, *position, *sequence;                            // [T + 1], [T], [T]; -1: of no sequence
+  int total;
+  DI int low(const Arguments& a, int token) const { return WINDOW ? max(0, position[token] + 1 - a.window) : 0; }
+  DI int parts(const Arguments& a, int token) const { return position[token] / PART + 1 - low(a, token) / PART; }
+  DI Work(const Arguments& a, int lane, int warp) {
+    before = (int*)dynamic + RING / 4 + VALUES + 2 * WARPS * GROUP + 1;
+    position = before + a.tokens + 1, sequence = position + a.tokens;
+    int *starts = (int*)dynamic, *lengths = starts + a.sequences + 1;   // no unit is on its way yet
+    for (int b = threadIdx.x; b <= a.sequences; b += THREADS) {
+      starts[b] = load_int(a.query_start + b);
+      if (b < a.sequences) lengths[b] = load_int(a.seq_lens + b);
+    }
+    __syncthreads();
+    for (int token = threadIdx.x; token < a.tokens; token += THREADS) {
+      int first = 0, end = a.sequences;                         // the last that starts at the token or before
+      while (end - first > 1) {
+        int middle = (first + end) / 2;
+        if (starts[middle] <= token) first = middle; else end = middle;
+      }
+      bool there = token < starts[a.sequences];
+      position[token] = there ? lengths[first] - starts[first + 1] + token : 0;
+      sequence[token] = there ? first : -1;
+      before[token + 1] = there ? parts(a, token) : 0;
+    }
+    __syncthreads();
+    if (warp == 0) {
+      u32 sum = 0;
+      for (int first = 0; first < a.tokens; first += 32) {
+        int token = first + lane;
+        u32 count = token < a.tokens ? before[token + 1] : 0;
+        UNROLL for (int step = 1; step < 32; step *= 2) {
+          u32 other = __shfl_up_sync(~0u, count, step);
+          if (lane >= step) count += other;
+        }
+        if (token < a.tokens) before[token + 1] = sum + count;
+        sum += __shfl_sync(~0u, count, 31);
+      }
+      if (lane == 0) before[0] = 0;
+    }
+    __syncthreads();
+    total = before[a.tokens] * HEADS;
+  }
+  DI Part part(const Arguments& a, int item, int lane) const {
+    int row = item / HEADS, token = 0;
+    for (int first = 0; first < a.tokens; first += 32) {
+      u32 votes = __ballot_sync(~0u, first + lane < a.tokens && before[first + lane + 1] <= row);
+      token += __popc(votes);
+      if (votes != ~0u) break;
+    }
+    int number = low(a, token) / PART + row - before[token];
+    return {token, item % HEADS, number, max(low(a, token), number * PART), min(position[token] + 1, (number + 1) * PART)};
+  }
+};
+
+// A tile of keys, and the page of each of them.
+struct Tile {
+  Part part;
+  int item, key, page;
+  bool first;                                                   // of the warp in its part
+};
+
+// The copies of a warp: one unit after the other, and the pages of the next tile.
+struct Copies {
+  Tile now, later;
+  int unit;                                                     // -1: queries
+  DI void follow(const Arguments& a, const Work& work, Tile& tile, int lane, int warp) {
+    tile.key += WARPS * TILE, tile.first = false;
+    while (tile.key >= tile.part.until) {
+      tile.item += gridDim.x, tile.first = true;
+      if (tile.item >= work.total) return;
+      tile.part = work.part(a, tile.item, lane);
+      tile.key = tile.part.from / TILE * TILE + warp * TILE;
+    }
+    int key = min(max(tile.key + lane % TILE, tile.part.from), tile.part.until - 1);
+    tile.page = load_int(a.tables + (u64)work.sequence[tile.part.token] * a.table_row + key / TOKENS);
+  }
+  DI Copies(const Arguments& a, const Work& work, int lane, int warp) {
+    now.item = (int)blockIdx.x - (int)gridDim.x, now.key = now.part.until = 0;
+    follow(a, work, now, lane, warp);
+    later = now;
+    if (later.item < work.total) follow(a, work, later, lane, warp);
+    unit = -1;
+  }
+  DI void copy(const Arguments& a, const Work& work, u32 to, int lane, int warp) {
+    if (now.item < work.total) {
+      const Part& part = now.part;
+      if (unit < 0) {
+        const u16* from = a.q + (u64)part.token * a.q_token + (u64)part.head * GROUP * a.q_head;
+        for (int i = lane; i < GROUP * SIZE / 8; i += 32) {
+          int g = i / (SIZE / 8), chunk = i % (SIZE / 8);
+          copy_async(to + place(g, chunk, SIZE / 8), (u64)(from + g * a.q_head + chunk * 8));
+        }
+      } else {
+        bool keys = unit < SEGMENTS;
+        int chunk = lane % CHUNKS, column = (keys ? unit : unit - SEGMENTS) * COLS + chunk * 8;
+        u32 page_step = keys ? a.k_page : a.v_page, token_step = keys ? a.k_token : a.v_token;
+        const u16* from = (keys ? a.k_pages + part.head / SHARE * (u64)a.k_head : a.v_pages + part.head / SHARE * (u64)a.v_head) + column;
+        UNROLL for (int j = 0; j < TILE; j += 32 / CHUNKS) {
+          int row = j + lane / CHUNKS, key = min(max(now.key + row, part.from), part.until - 1);
+          u32 page = __shfl_sync(~0u, now.page, row);
+          copy_async(to + place(row, chunk, CHUNKS), (u64)(from + (u64)page * page_step + (u32)(key % TOKENS) * token_step));
+        }
+      }
+      if (++unit == 2 * SEGMENTS) {
+        now = later;
+        if (later.item < work.total) follow(a, work, later, lane, warp);
+        unit = now.first ? -1 : 0;
+      }
+    }
+    commit();
+  }
+};
+
+// What some part of the keys gives one lane: four columns of a query head, still to be divided by the sum of weights.
+struct Result {
+  float peak, mass;
+  float4 sum;
+  DI Result() : peak(LOWEST), mass(0), sum{0, 0, 0, 0} {}
+  DI void add(float other_peak, float other_mass, float4 other) {
+    float higher = max(peak, other_peak), shrink = exp2_fast(peak - higher), grow = exp2_fast(other_peak - higher);
+    peak = higher, mass = mass * shrink + other_mass * grow;
+    sum = {sum.x * shrink + other.x * grow, sum.y * shrink + other.y * grow, sum.z * shrink + other.z * grow, sum.w * shrink + other.w * grow};
+  }
+  DI void finish(const Arguments& a, int token, int query_head, int column) {
+#if SINKS
+    add(a.sinks[query_head] * LOG2E, 1, float4{0, 0, 0, 0});
+#endif
+    uint2 halves = {pair(sum.x / mass, sum.y / mass), pair(sum.z / mass, sum.w / mass)};
+    *(uint2*)(a.out + ((u64)token * (HEADS * GROUP) + query_head) * SIZE + column) = halves;
+  }
+};
+
+// What the warps of a block have of an item: [WARPS, GROUP] rows of values, their maximum and their sum of weights.
+struct Shared {
+  float *values, *extremes;
+  DI Shared() : values((float*)(dynamic + RING)), extremes(values + VALUES) {}
+  DI void put(int warp, int g, int column, const Result& result) const {
+    *(float4*)(values + (warp * GROUP + g) * VALUE_ROW + column) = result.sum;
+    if (column == 0) extremes[(warp * GROUP + g) * 2] = result.peak, extremes[(warp * GROUP + g) * 2 + 1] = result.mass;
+  }
+  // All of them, in order, as an answer or as one part of several.
+  DI void gather(const Arguments& a, const Part& part, int warps, bool answer) const {
+    for (int i = threadIdx.x; i < GROUP * SIZE / 4; i += THREADS) {
+      int g = i / (SIZE / 4), column = i % (SIZE / 4) * 4, query_head = part.head * GROUP + g;
+      Result result;
+      UNROLL for (int n = 0; n < WARPS; n++)
+        if (n < warps) {
+          const float* extreme = extremes + (n * GROUP + g) * 2;
+          result.add(extreme[0], extreme[1], *(const float4*)(values + (n * GROUP + g) * VALUE_ROW + column));
+        }
+      if (answer) {
+        result.finish(a, part.token, query_head, column);
+      } else {
+        u64 at = ((u64)part.token * (HEADS * GROUP) + query_head) * a.parts + part.number;
+        *(float4*)(a.partial + at * SIZE + column) = result.sum;
+        if (column == 0) *(float2*)(a.extremes + at * 2) = {result.peak, result.mass};
+      }
+    }
+  }
+  // All parts of a query at one head of items. A warp takes 128 columns, or one of several shares of their parts.
+  DI void merge(const Arguments& a, const Work& work, const Part& part, int lane, int warp) const {
+    constexpr int COLUMNS = GROUP * SIZE / 4, SHARES = COLUMNS <= 32 ? WARPS : COLUMNS <= 64 ? WARPS / 2 : 1;
+    int first = work.low(a, part.token) / PART, parts = work.parts(a, part.token), share = warp % SHARES;
+    ROLLED for (int i = warp / SHARES * 32 + lane; i < COLUMNS; i += WARPS / SHARES * 32) {
+      int g = i / (SIZE / 4), column = i % (SIZE / 4) * 4;
+      u64 at = ((u64)part.token * (HEADS * GROUP) + part.head * GROUP + g) * a.parts + first;
+      Result result;
+      ROLLED for (int n = share; n < parts; n += SHARES * MERGED) {
+        float2 extremes_of[MERGED];
+        float4 values_of[MERGED];
+        UNROLL for (int m = 0; m < MERGED; m++) {
+          u64 from = at + min(n + m * SHARES, parts - 1);
+          extremes_of[m] = load_pair(a.extremes + from * 2), values_of[m] = load_four(a.partial + from * SIZE + column);
+        }
+        UNROLL for (int m = 0; m < MERGED; m++)
+          if (n + m * SHARES < parts) result.add(extremes_of[m].x, extremes_of[m].y, values_of[m]);
+      }
+      put(share, g, column, result);
+    }
+    __syncthreads();
+    gather(a, part, min(SHARES, parts), true);
+    __syncthreads();
+  }
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attention(Arguments a) {
+  int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  let_next_begin();
+  wait_for_earlier();
+  Work work(a, lane, warp);
+  Copies copies(a, work, lane, warp);
+  u32 ring = (u32)__cvta_generic_to_shared(dynamic) + warp * (UNITS * UNIT);
+  Shared shared;
+  u32* last = (u32*)(shared.extremes + 2 * WARPS * GROUP);
+  Part done;                                                    // that may be the last of its query
+  bool waiting = false;
+  ROLLED for (int i = 0; i < UNITS - 1; i++) copies.copy(a, work, ring + i * UNIT, lane, warp);
+  int slot = 0;
+  // The next unit; where the one before it was, another may come.
+  auto take = [&]() -> u32 {
+    wait<UNITS - 2>();
+    __syncwarp();
+    copies.copy(a, work, ring + (slot ? slot - 1 : UNITS - 1) * UNIT, lane, warp);
+    u32 here = ring + slot * UNIT;
+    slot = slot == UNITS - 1 ? 0 : slot + 1;
+    return here;
+  };
+  for (int token = blockIdx.x; token < a.tokens; token += gridDim.x)
+    for (int i = threadIdx.x; work.sequence[token] < 0 && i < HEADS * GROUP * SIZE; i += THREADS)
+      a.out[(u64)token * (HEADS * GROUP * SIZE) + i] = 0;
+  for (int item = blockIdx.x; item < work.total; item += gridDim.x) {
+    Part part = work.part(a, item, lane);
+    int first_key = part.from / TILE * TILE, key = first_key + warp * TILE;
+    int row = lane % 16, value_row = lane % 8 + lane / 16 * 8;
+    float sum[SIZE / 16][4], peak[2] = {LOWEST, LOWEST}, mass[2] = {0, 0};   // [16 columns x 8 heads]; heads 2 * (lane % 4) and the next
+    UNROLL for (int i = 0; i < SIZE / 16; i++) UNROLL for (int j = 0; j < 4; j++) sum[i][j] = 0;
+    if (key < part.until) {
+      u32 q[SIZE / 8], here = take();
+      UNROLL for (int i = 0; i < SIZE / 32; i++)
+        load_rows(q + 4 * i, here + place(min(lane % 8, GROUP - 1), 4 * i + lane / 8, SIZE / 8));
+      UNROLL for (int i = 0; i < SIZE / 8; i++) q[i] = lane / 4 < GROUP ? q[i] : 0;
+      for (; key < part.until; key += WARPS * TILE) {
+        float scores[2][4] = {};                                // [16 keys x 8 heads]: two sums, which do not wait for each other
+        UNROLL for (int s = 0; s < SEGMENTS; s++) {
+          here = take();
+          UNROLL for (int c = 0; c < STEPS; c++) {
+            u32 k[4];
+            load_rows(k, here + place(row, 2 * c + lane / 16, CHUNKS));
+            multiply(scores[c & 1], k, q[2 * (s * STEPS + c)], q[2 * (s * STEPS + c) + 1]);
+          }
+        }
+        float weight[4], shrink[2];
+        UNROLL for (int i = 0; i < 4; i++) {
+          float score = (scores[0][i] + scores[1][i]) * a.scale;
+#if SOFTCAP
+          score = a.softcap * (2.0f / (1.0f + exp2_fast(-2.0f * LOG2E * (score / a.softcap))) - 1.0f);
+#endif
+          int at = key + lane / 4 + i / 2 * 8;
+          weight[i] = at >= part.from && at < part.until ? score * LOG2E : ABSENT;
+        }
+        UNROLL for (int h = 0; h < 2; h++) {
+          float higher = max(weight[h], weight[2 + h]);
+          UNROLL for (int step = 4; step < 32; step *= 2) higher = max(higher, shuffled(higher, lane ^ step));
+          higher = max(higher, peak[h]);
+          shrink[h] = exp2_fast(peak[h] - higher), peak[h] = higher;
+          UNROLL for (int i = h; i < 4; i += 2) weight[i] = exp2_fast(weight[i] - higher);
+          mass[h] = mass[h] * shrink[h] + weight[h] + weight[2 + h];
+        }
+        if (__ballot_sync(~0u, shrink[0] != 1.0f || shrink[1] != 1.0f))
+          UNROLL for (int i = 0; i < SIZE / 16; i++) UNROLL for (int j = 0; j < 4; j++) sum[i][j] *= shrink[j & 1];
+        u32 low = transposed(pair(weight[0], weight[1])), high = transposed(pair(weight[2], weight[3]));
+        UNROLL for (int s = 0; s < SEGMENTS; s++) {
+          here = take();
+          UNROLL for (int c = 0; c < STEPS; c++) {
+            u32 v[4];
+            load_columns(v, here + place(value_row, 2 * c + lane / 8 % 2, CHUNKS));
+            multiply(sum[s * STEPS + c], v, low, high);
+          }
+        }
+      }
+      UNROLL for (int h = 0; h < 2; h++) {
+        UNROLL for (int step = 4; step < 32; step *= 2) mass[h] += shuffled(mass[h], lane ^ step);
+        int g = lane % 4 * 2 + h;
+        if (g < GROUP) {
+          float* to = shared.values + (warp * GROUP + g) * VALUE_ROW + lane / 4;
+          UNROLL for (int i = 0; i < SIZE / 16; i++) to[16 * i] = sum[i][h], to[16 * i + 8] = sum[i][2 + h];
+          if (lane < 4) shared.extremes[(warp * GROUP + g) * 2] = peak[h], shared.extremes[(warp * GROUP + g) * 2 + 1] = mass[h];
+        }
+      }
+    }
+    __syncthreads();
+    bool merges = waiting && *last;
+    int warps = min(WARPS, (part.until - first_key + TILE - 1) / TILE), parts = work.parts(a, part.token);
+    shared.gather(a, part, warps, parts == 1);
+    __syncthreads();
+    if (merges) shared.merge(a, work, done, lane, warp);
+    done = part, waiting = parts > 1;
+    if (waiting && lane == 0 && warp == item / (int)gridDim.x % WARPS) {   // what the others wrote is there for the fence, too
+      u32* arrived = a.arrived + part.token * HEADS + part.head;
+      __threadfence();
+      *last = atomicAdd(arrived, 1) == (u32)parts - 1;
+      if (*last) { *arrived = 0; __threadfence(); }
+    }
+  }
+  __syncthreads();
+  if (waiting && *last) shared.merge(a, work, done, lane, warp);
+}

@@ -1,0 +1,135 @@
+"""Attention of decode steps in CUDA C++ compiled at run time (`attention.cu`): one launch.
+
+For batches in which each sequence has about one query, heads of 64 to 512 and up to 16 query heads
+of a key head (8 of 512); `triton_attention` takes all others. Keys are cut into parts at fixed
+places, which are merged in order, so a token's result does not depend on the batch. The grid fills
+the device once, whatever the lengths are: its blocks share out the parts that there are. Nothing
+waits for the device. One launch at a time on a device: they share counters.
+
+Axes as in `reference.py`.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from pw_kernels import nvrtc
+from pw_kernels.attention_plans import (
+    MOST_TOKENS,
+    Arguments,
+    Plan,
+    blocks_of,
+    choose_plan,
+    constants_of,
+    most_workspace_bytes,
+    parts_of,
+    ring_bytes,
+    shared_bytes,
+    takes,
+    workspace_bytes,
+)
+
+__all__ = ["fits", "most_workspace_bytes", "paged_attention"]
+
+WORKSPACE_BYTES = 128 << 20  # larger batches are for `triton_attention`
+_COUNTERS = 1 << 14
+_DTYPES = (torch.bfloat16, torch.float16)
+_MOST_STRIDE = 1 << 31
+
+
+def fits(q: Tensor, k_pages: Tensor, v_pages: Tensor, block_tables: Tensor) -> bool:
+    """Whether the kernel can take a call."""
+    tokens, heads, size = q.shape
+    sequences, blocks = block_tables.shape
+    page_tokens, kv_heads = k_pages.shape[1:3]
+    return (
+        q.device.type == "cuda"
+        and 0 < tokens <= min(sequences, MOST_TOKENS)
+        and tokens * heads <= _COUNTERS
+        and takes(heads, kv_heads, size)
+        and v_pages.shape[3] == size
+        and q.dtype in _DTYPES
+        and q.dtype == k_pages.dtype == v_pages.dtype
+        and all(_aligned(tensor) for tensor in (q, k_pages, v_pages))
+        and workspace_bytes(tokens, heads, kv_heads, size, blocks * page_tokens) <= WORKSPACE_BYTES
+        and _has_room(sequences, heads, kv_heads, size)
+        and torch.cuda.get_device_capability(q.device) >= (8, 0)
+    )
+
+
+def _has_room(sequences: int, heads: int, kv_heads: int, size: int) -> bool:
+    """Whether the lengths of all sequences fit where copies will lie."""
+    plan = choose_plan(MOST_TOKENS, kv_heads, size)
+    constants = constants_of(plan, heads, kv_heads, size, 1, torch.bfloat16)
+    return 4 * (2 * sequences + 1) <= ring_bytes(constants)
+
+
+def paged_attention(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    block_tables: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    plan: Plan | None = None,
+) -> Tensor:
+    """As `reference.paged_attention`, where `fits`; `plan` overrides `choose_plan`."""
+    tokens, heads, size = q.shape
+    page_tokens, kv_heads = k_pages.shape[1:3]
+    if block_tables.stride(1) != 1:
+        block_tables = block_tables.contiguous()
+    query_start, seq_lens = query_start.contiguous(), seq_lens.contiguous()
+    out = q.new_empty(q.shape)
+    plan = choose_plan(tokens, kv_heads, size) if plan is None else plan
+    parts = parts_of(block_tables.shape[1] * page_tokens, plan)
+    partial = q.new_empty(tokens * heads * parts * (size + 2), dtype=torch.float32)
+    arguments = Arguments(
+        *(t.data_ptr() for t in (q, k_pages, v_pages, block_tables, query_start, seq_lens)),
+        out=out.data_ptr(), partial=partial.data_ptr(),
+        extremes=partial[tokens * heads * parts * size :].data_ptr(),
+        arrived=_arrived(q.device).data_ptr(),
+        k_page=k_pages.stride(0), k_token=k_pages.stride(1), k_head=k_pages.stride(2),
+        v_page=v_pages.stride(0), v_token=v_pages.stride(1), v_head=v_pages.stride(2),
+        q_token=q.stride(0), q_head=q.stride(1), table_row=block_tables.stride(0),
+        tokens=tokens, sequences=block_tables.shape[0], parts=parts, window=window or 0,
+        scale=scale, softcap=softcap or 0.0,
+    )  # fmt: skip
+    if sinks is not None:
+        sinks = sinks.float().contiguous()
+        arguments.sinks = sinks.data_ptr()
+    defines = constants_of(plan, heads, kv_heads, size, page_tokens, q.dtype) | {
+        "WINDOW": int(window is not None), "SOFTCAP": int(softcap is not None),
+        "SINKS": int(sinks is not None),
+    }  # fmt: skip
+    index = torch.cuda.current_device() if q.device.index is None else q.device.index
+    blocks = min(defines["BLOCKS"], blocks_of(defines, tokens))
+    places = nvrtc.device_attribute("MULTIPROCESSOR_COUNT", index) * blocks
+    nvrtc.kernel("attention.cu", "attention", tuple(defines.items()), index).launch(
+        (min(places, tokens * defines["HEADS"] * parts), 1), 32 * defines["WARPS"],
+        shared_bytes(defines, tokens), arguments, overlap=True,
+    )  # fmt: skip
+    return out
+
+
+def _aligned(tensor: Tensor) -> bool:
+    """Whether heads can be read 16 bytes at a time, and offsets counted in 32 bits."""
+    *strides, last = tensor.stride()
+    return (
+        last == 1
+        and not any(s % 8 or s >= _MOST_STRIDE for s in strides)
+        and tensor.data_ptr() % 16 == 0
+    )
+
+
+@cache
+def _arrived(device: torch.device) -> Tensor:
+    """Counters of parts that are done of a query at a key head: zeros between launches."""
+    return torch.zeros(_COUNTERS, dtype=torch.int32, device=device)

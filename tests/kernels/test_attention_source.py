@@ -1,0 +1,120 @@
+"""The source of the decode attention, run on a CPU as `test_cuda_source.py` does for the MoE."""
+
+import ctypes
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from pw_kernels import reference
+from pw_kernels.attention_plans import Arguments, Plan, constants_of
+from support.cuda_source import CudaSource
+
+SOURCE = CudaSource("attention.cu", "attention_on_cpu.h", [  # defined by the headers
+    "exp2_fast", "load_int", "load_pair", "load_four", "copy_async", "commit", "wait", "load_rows",
+    "load_columns", "transposed", "wait_for_earlier", "let_next_begin",
+])  # fmt: skip
+DTYPE = torch.bfloat16
+PLAN = Plan(warps=4, units=3, blocks=2, part=96)
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+
+
+class Case:
+    """Sequences in scattered pages; what nobody may read is NaN."""
+
+    def __init__(
+        self,
+        lengths: list[int],
+        queries: list[int],
+        heads: int,
+        kv_heads: int,
+        size: int,
+        plan: Plan = PLAN,
+    ):
+        self.plan = plan
+        self.page_tokens, rows = 5, sum(queries) + 1  # one query of no sequence
+        blocks = max(-(-length // self.page_tokens) for length in lengths)
+        pages = len(lengths) * blocks + 2
+        shape = (pages, 2, self.page_tokens, kv_heads, size)
+        arena = torch.full(shape, torch.nan, dtype=DTYPE)
+        self.tables = torch.randperm(pages)[: len(lengths) * blocks].int().view(-1, blocks)
+        for b, length in enumerate(lengths):
+            for t in range(length):
+                page, slot = int(self.tables[b, t // self.page_tokens]), t % self.page_tokens
+                arena[page, :, slot] = torch.randn(2, kv_heads, size).to(DTYPE)
+        self.arena = arena
+        self.starts = torch.tensor([0, *queries]).cumsum(0).int()
+        self.lengths = torch.tensor(lengths).int()
+        wide = torch.randn(rows, heads + 2, size).to(DTYPE)  # rows need not be dense
+        self.q = wide[:, 1 : heads + 1]
+        self.sinks = torch.randn(heads)
+
+    def compile(self, folder: Path, **options: Any) -> Any:
+        heads, kv_heads, size = self.q.shape[1], self.arena.shape[3], self.q.shape[2]
+        defines = constants_of(self.plan, heads, kv_heads, size, self.page_tokens, DTYPE)
+        defines |= {name.upper(): int(name in options) for name in ("window", "softcap", "sinks")}
+        self.threads = 32 * defines["WARPS"]
+        return SOURCE.compile(folder, "attention(*(const Arguments*)all);", defines)
+
+    def run(self, library: Any, blocks: int = 3, **options: Any) -> Tensor:
+        tokens, heads, size = self.q.shape
+        keys, values = self.arena[:, 0], self.arena[:, 1]
+        parts = -(-self.tables.shape[1] * self.page_tokens // self.plan.part)
+        out = torch.full((tokens, heads, size), torch.nan).to(DTYPE)
+        partial = torch.full((tokens, heads, parts, size), torch.nan)
+        extremes = torch.full((tokens, heads, parts, 2), torch.nan)
+        arrived = torch.zeros(tokens * heads, dtype=torch.int32)
+        where = (self.q, keys, values, self.tables, self.starts, self.lengths, self.sinks, out)
+        arguments = Arguments(
+            *(tensor.data_ptr() for tensor in (*where, partial, extremes, arrived)),
+            *keys.stride()[:3], *values.stride()[:3], *self.q.stride()[:2],
+            self.tables.stride(0), tokens, len(self.lengths), parts, options.get("window") or 0,
+            0.1, options.get("softcap") or 0.0,
+        )  # fmt: skip
+        library.run(ctypes.byref(arguments), blocks, 1, self.threads)
+        assert int(arrived.sum()) == 0
+        return out
+
+    def expected(self, **options: Any) -> Tensor:
+        if "sinks" in options:
+            options["sinks"] = self.sinks
+        return reference.paged_attention(
+            self.q, self.arena[:, 0], self.arena[:, 1], self.tables, self.starts, self.lengths,
+            scale=0.1, **options,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "size"), [(2, 2, 128), (8, 1, 64), (12, 1, 128), (4, 1, 512), (2, 1, 256)]
+)
+@pytest.mark.parametrize("options", [{}, {"window": 70}, {"softcap": 2.0, "sinks": True}])
+def test_decode_attention(
+    tmp_path: Path, heads: int, kv_heads: int, size: int, options: dict[str, Any]
+) -> None:
+    plan = Plan(8, 6, 1, 112) if size == 64 else PLAN
+    case = Case([251, 1, 30, 97], [1, 1, 0, 1], heads, kv_heads, size, plan)
+    library = case.compile(tmp_path, **options)
+    found, want = case.run(library, **options), case.expected(**options)
+    assert (found.float() - want.float()).norm() <= 5e-3 * want.float().norm()
+    assert not found[3].any()
+
+
+def test_who_takes_a_part_does_not_matter(tmp_path: Path) -> None:
+    case = Case([251, 100], [1, 1], 2, 2, 64)
+    library = case.compile(tmp_path)
+    results = [case.run(library, blocks) for blocks in (1, 3, 10)]
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])
+
+
+def test_a_token_s_result_does_not_depend_on_the_batch(tmp_path: Path) -> None:
+    case = Case([60, 251], [1, 1], 2, 1, 128)
+    library = case.compile(tmp_path)
+    both = case.run(library)
+    case.q, case.tables, case.lengths = case.q[1:2], case.tables[1:], case.lengths[1:]
+    case.starts = case.starts[:2]
+    assert torch.equal(case.run(library)[0], both[1])

@@ -1,0 +1,112 @@
+"""The CUDA attention of decode steps: code for three generations, and results on a GPU."""
+
+from __future__ import annotations
+
+import os
+from itertools import product
+
+import pytest
+import torch
+from torch import Tensor
+
+from pw_kernels import reference
+from pw_kernels.attention_plans import (
+    choose_plan,
+    constants_of,
+    most_workspace_bytes,
+    parts_of,
+    shared_bytes,
+    takes,
+    workspace_bytes,
+)
+
+nvrtc = pytest.importorskip("pw_kernels.nvrtc", reason="needs cuda-bindings")
+cuda_attention = pytest.importorskip("pw_kernels.cuda_attention")
+
+INTERPRETED = os.environ["TRITON_INTERPRET"] == "1"
+SHAPES = [
+    (16, 16, 128), (32, 8, 128), (32, 4, 128), (64, 4, 128), (16, 8, 256), (8, 2, 512), (12, 4, 64)
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100])
+def test_compiles_ahead_of_time(capability: int) -> None:
+    for heads, kv_heads, size in SHAPES[5 if capability == 90 else 6 :]:
+        plan = choose_plan(1 if size == 64 else 32, kv_heads, size)
+        constants = constants_of(plan, heads, kv_heads, size, 16, torch.bfloat16)
+        constants |= {"WINDOW": int(size > 128), "SOFTCAP": int(size == 64), "SINKS": 1}
+        try:
+            code = nvrtc.compile_source("attention.cu", constants, capability)
+        except RuntimeError as error:  # cuda-bindings without the library that it binds
+            pytest.skip(f"NVRTC is not installed: {error}")
+        assert len(code) > 1000
+
+
+def test_blocks_fit_a_multiprocessor() -> None:
+    for (heads, kv_heads, size), tokens in product(SHAPES, (1, 8, 64)):
+        plan = choose_plan(tokens, kv_heads, size)
+        constants = constants_of(plan, heads, kv_heads, size, 16, torch.bfloat16)
+        assert takes(heads, kv_heads, size)
+        assert 1 <= constants["BLOCKS"] <= plan.blocks
+        assert constants["BLOCKS"] * (shared_bytes(constants, 64) + 1024) <= 228 << 10
+    assert not takes(32, 1, 128)
+    assert not takes(16, 1, 512)
+    assert not takes(8, 8, 80)
+
+
+def test_workspace_grows_with_the_batch() -> None:
+    for heads, kv_heads, size in SHAPES:
+        most = most_workspace_bytes(64, heads, kv_heads, size, 5000)
+        for tokens in range(1, 65):
+            assert workspace_bytes(tokens, heads, kv_heads, size, 5000) <= most
+
+
+class Call:
+    """A padded decode step over scattered pages."""
+
+    def __init__(
+        self, lengths: list[int], heads: int, kv_heads: int, size: int, dtype: torch.dtype
+    ) -> None:
+        page_tokens, count = 4, len(lengths)
+        blocks = -(-max(lengths) // page_tokens)
+        pages = count * blocks + 3
+        generator = torch.Generator("cuda").manual_seed(size)
+        arena = torch.randn(
+            pages, 2, page_tokens, kv_heads, size, device="cuda", generator=generator
+        ).to(dtype)
+        tables = torch.randperm(pages, device="cuda", generator=generator)[: count * blocks]
+        starts = torch.arange(count + 1, device="cuda").int()
+        starts[-1] = count - 1  # the last sequence is padding
+        q = torch.randn(count, heads, size, device="cuda", generator=generator).to(dtype)
+        lens = torch.tensor(lengths, device="cuda").int()
+        self.args = (q, arena[:, 0], arena[:, 1], tables.int().view(count, blocks), starts, lens)
+
+    def run(self, module: object, **options: object) -> Tensor:
+        return module.paged_attention(*self.args, scale=0.1, **options)  # type: ignore[attr-defined, no-any-return]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(INTERPRETED, reason="needs TRITON_INTERPRET=0 and a GPU")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("heads", "kv_heads", "size"), SHAPES)
+def test_on_a_gpu(heads: int, kv_heads: int, size: int, dtype: torch.dtype) -> None:
+    call = Call([150, 1, 3000, 513, 64, 65, 1024, 9], heads, kv_heads, size, dtype)
+    assert cuda_attention.fits(*call.args[:4])
+    assert parts_of(3000, choose_plan(8, kv_heads, size)) > 1
+    sinks = torch.randn(heads, device="cuda")
+    for options in ({}, {"window": 600}, {"softcap": 5.0, "sinks": sinks}):
+        found, want = call.run(cuda_attention, **options), call.run(reference, **options)
+        assert (found.float() - want.float()).norm() <= 1e-2 * want.float().norm()
+        assert not found[-1].any()
+        for _ in range(3):
+            assert torch.equal(call.run(cuda_attention, **options), found)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        again = call.run(cuda_attention)
+    q, keys, values, tables, starts, lengths = call.args
+    lengths.copy_(torch.tensor([3, 1, 2000, 512, 70, 2, 1030, 9]))
+    graph.replay()
+    want = call.run(reference)
+    assert (again.float() - want.float()).norm() <= 1e-2 * want.float().norm()
+    one = (q[2:3], keys, values, tables[2:3], starts[:2], lengths[2:3])
+    assert torch.equal(cuda_attention.paged_attention(*one, scale=0.1)[0], again[2])

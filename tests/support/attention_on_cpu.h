@@ -1,0 +1,33 @@
+// What attention.cu needs beyond products_on_cpu.h.
+
+#include "products_on_cpu.h"
+
+struct float2 { float x, y; };
+inline int __popc(u32 value) { return __builtin_popcount(value); }
+inline void __syncwarp() { warp_take(0, 0); }
+inline float exp2_fast(float v) { return std::exp2(v); }
+inline int load_int(const int* p) { return at<int>((u64)p); }
+inline float2 load_pair(const float* p) { return at<float2>((u64)p, 8); }
+inline float4 load_four(const float* p) { return at<float4>((u64)p, 16); }
+inline void load_rows(u32* r, u32 address) {
+  int lane = threadIdx.x & 31;
+  for (int i = 0; i < 4; i++) {
+    u32 row = warp_take(address, 8 * i + lane / 4) - SHARED_BASE;
+    r[i] = at<u32>((u64)dynamic + row + lane % 4 * 4);
+  }
+}
+inline void load_columns(u32* r, u32 address) {
+  int lane = threadIdx.x & 31;
+  for (int i = 0; i < 4; i++) {
+    r[i] = 0;
+    for (int half = 0; half < 2; half++) {
+      u32 row = warp_take(address, 8 * i + lane % 4 * 2 + half) - SHARED_BASE;
+      r[i] |= (u32)at<u16>((u64)dynamic + row + lane / 4 * 2) << (16 * half);
+    }
+  }
+}
+inline u32 transposed(u32 value) {
+  int lane = threadIdx.x & 31, from = lane % 4 * 8 + lane / 8;
+  u32 low = warp_take(value, from), high = warp_take(value, from + 4), by = lane / 4 % 2 * 16;
+  return (low >> by & 0xFFFF) | (high >> by & 0xFFFF) << 16;
+}
