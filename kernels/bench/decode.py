@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -168,28 +168,49 @@ class NoAttention:
         self.kv_heads = {layer.layer: layer.kv_heads for layer in layers}
 
 
-def device_parts(engine: Engine, batch: int) -> tuple[float, float]:
-    """Milliseconds of a captured step without routed experts, and without attention as well."""
+class Parts(NamedTuple):
+    """Milliseconds of a captured step, and of parts of it by themselves."""
+
+    step: float
+    no_experts: float  # routed ones that hand on what they are given
+    no_attention: float  # nor attention
+    experts: float  # the routed ones of all layers, one call after the other
+
+
+def device_parts(engine: Engine, batch: int) -> Parts:
+    """A step in parts, on what its last run left."""
     steps, skeleton = engine._parts.runner.steps, engine._parts.skeleton
     assert steps is not None
     bucket, experts = steps.bucket(batch), engine._parts.runner._experts
-    inputs = bucket.inputs.on_device
-    keep = torch.arange(len(inputs.ids), device=skeleton.device)
-    found = []
-    skeleton.bind_experts(lambda _slot, _module, x, _ids, _weights: x)
+    inputs, calls = bucket.inputs.on_device, []
+
+    def handed_on(*call: Any) -> Tensor:
+        calls.append(call)
+        return call[2]  # type: ignore[no-any-return]
+
+    def step(context: Any) -> Tensor:
+        bucket.batch.begin()
+        return skeleton.logits(skeleton.hidden(inputs.ids, inputs.positions, context))
+
+    def milliseconds(run: Callable[[], Any]) -> float:
+        return replay_milliseconds(Capture(skeleton.device)(run))
+
+    experts.batch = bucket.batch
+    skeleton.bind_experts(handed_on)
     try:
-        for context in (bucket.batch, NoAttention(engine)):
-
-            def step(context: Any = context) -> Tensor:
-                bucket.batch.begin()
-                hidden = skeleton.hidden(inputs.ids, inputs.positions, context, keep)
-                return skeleton.logits(hidden)
-
-            with torch.inference_mode():
-                found.append(replay_milliseconds(Capture(skeleton.device)(step)))
+        with torch.inference_mode():
+            step(bucket.batch)
+            given = list(calls)
+            found = [
+                milliseconds(lambda: step(bucket.batch)),
+                milliseconds(lambda: step(NoAttention(engine))),
+                milliseconds(lambda: [experts(*call) for call in given][-1]),
+            ]
+            skeleton.bind_experts(experts)
+            return Parts(milliseconds(lambda: step(bucket.batch)), *found)
     finally:
         skeleton.bind_experts(experts)
-    return found[0], found[1]
+        experts.batch = None
 
 
 def print_kernels(engine: Engine, batch: int, lines: int = 16) -> None:
@@ -288,7 +309,7 @@ def main() -> None:
     parser.add_argument("--memory-budget", default="60GiB")
     parser.add_argument("--max-model-len", type=int, default=8192)
     parser.add_argument("--kernels", action="store_true", help="print the kernels of a step")
-    parser.add_argument("--parts", action="store_true", help="time a step without its experts")
+    parser.add_argument("--parts", action="store_true", help="time parts of a step")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
@@ -317,8 +338,12 @@ def main() -> None:
                 rows.append(measure(engine, policy, batch, options.prompt, options.steps))
                 print(table(rows[-1:]).splitlines()[-1], flush=True)
                 if options.parts:
-                    beside, dense = device_parts(engine, batch)
-                    print(f"  without experts {beside:.3f} ms, nor attention {dense:.3f} ms")
+                    parts = device_parts(engine, batch)
+                    print(
+                        f"  device {parts.step:.3f} ms, experts alone {parts.experts:.3f}, "
+                        f"without experts {parts.no_experts:.3f}, "
+                        f"nor attention {parts.no_attention:.3f}"
+                    )
                 if options.kernels:
                     print_kernels(engine, batch)
             engine.close()

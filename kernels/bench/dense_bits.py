@@ -34,7 +34,8 @@ _ROTATED = 300 << 20  # bytes of bf16 weights in turn, at least
 def measure(rows: int, cols: int, tokens: int, widths: list[int]) -> dict[str, float]:
     """Microseconds of a map at each width, and in bf16."""
     copies = max(2, -(-_ROTATED // (2 * rows * cols)))
-    layer = moe.Layer(moe.Model(copies, 1, cols, rows // 2))
+    model = moe.Model(copies, 1, cols, rows // 2)
+    layer = moe.Layer(model)
     weights = layer.dense["gate_up"]
     x = torch.randn(tokens, cols, dtype=torch.bfloat16, device="cuda")
     calls = [lambda e=e: torch.mm(x, weights[e].t()) for e in range(copies)]
@@ -50,7 +51,7 @@ def measure(rows: int, cols: int, tokens: int, widths: list[int]) -> dict[str, f
         for e in range(copies)
     ]
     for bits in widths:
-        layer.set_bits([bits] * copies)
+        layer.set_bits(moe.alike(model, lambda _, bits=bits: bits))
         error = layer.error(batches[0], plan) if copies * rows * cols < 1 << 29 else 0.0
         if not error < 1e-2:
             print(f"WRONG: {rows} x {cols}, {tokens} tokens, {bits} bits: error {error:.1e}")

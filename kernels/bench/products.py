@@ -168,7 +168,7 @@ def plans_of(shape: Shape) -> list[Plan]:
             Plan(8, 8, 8, blocks=3), Plan(8, 4, 8, blocks=3), Plan(4, 16, 16, blocks=3),
             Plan(16, 4, 4, blocks=2),
         ]  # fmt: skip
-    return list(dict.fromkeys([choose_plan(shape.cols, shape.norm), *others]))
+    return list(dict.fromkeys([choose_plan(8, shape.cols, shape.norm), *others]))
 
 
 def compile_all(work: list[tuple[Shape, Plan]]) -> None:

@@ -1,7 +1,9 @@
 """Products of few rows in CUDA C++ compiled at run time (`products.cu`): see `products`.
 
 A block takes 16 rows of the weight and all their columns, which its warps share. So every sum has
-one fixed order, and a token's result does not depend on how many others there are. Launches may
+one fixed order, and a token's result does not depend on how many others there are, as long as the
+kernel is used. Weights of some megabytes take more tokens than large ones: what all blocks read of
+the tokens is little then. Launches may
 begin while the one before ends: weights are on their way before it has.
 
 Axes as in `products`.
@@ -19,6 +21,7 @@ from pw_kernels.product_plans import (
     NORM_STEPS,
     ROWS,
     STEP,
+    TOKENS,
     WARPS,
     Arguments,
     Plan,
@@ -28,6 +31,7 @@ from pw_kernels.product_plans import (
 from pw_kernels.step import Norm
 
 FEW_TOKENS = 8  # at most
+SMALL_BYTES, SOME_TOKENS = 9 << 20, 32  # a weight so small takes more
 WIDE_ROWS = 1 << 16  # weights with so many are faster through torch from two tokens on
 _DTYPES = (torch.bfloat16, torch.float16)
 _KINDS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
@@ -35,7 +39,7 @@ _KINDS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
 
 def norms(x: Tensor) -> bool:
     """Whether the kernel can take a norm along."""
-    return x.shape[1] <= WARPS * NORM_STEPS * STEP
+    return x.shape[0] <= TOKENS and x.shape[1] <= WARPS * NORM_STEPS * STEP
 
 
 def fits(x: Tensor, weight: Tensor, inner: int = 0, *, forced: bool = False) -> bool:
@@ -44,7 +48,7 @@ def fits(x: Tensor, weight: Tensor, inner: int = 0, *, forced: bool = False) -> 
     return (
         x.device.type == "cuda"
         and x.dim() == 2
-        and 0 < tokens <= FEW_TOKENS
+        and 0 < tokens <= (SOME_TOKENS if weight.nbytes <= SMALL_BYTES else FEW_TOKENS)
         and (forced or tokens == 1 or weight.shape[0] < WIDE_ROWS)
         and weight.dtype == x.dtype
         and x.dtype in _DTYPES
@@ -85,8 +89,6 @@ def gated_product(
     bias: Tensor | None,
     norm: Norm | None,
     plan: Plan | None = None,
-    *,
-    overlap: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See `products.gated_product`."""
     tokens = x.shape[0]
@@ -97,7 +99,7 @@ def gated_product(
     given = {"out": out, "rest": rest}
     if norm is not None:
         given["normed"] = normed
-    _launch(x, weight, bias, norm, plan, constants, given, overlap)
+    _launch(x, weight, bias, norm, plan, constants, given)
     return out, rest, normed
 
 
@@ -109,10 +111,9 @@ def _launch(
     plan: Plan | None,
     constants: dict[str, int],
     given: Mapping[str, Tensor],
-    overlap: bool = True,
 ) -> None:
     tokens, (rows, cols) = x.shape[0], weight.shape
-    plan = choose_plan(cols, norm is not None) if plan is None else plan
+    plan = choose_plan(tokens, cols, norm is not None) if plan is None else plan
     inner = constants.get("INNER", 0)
     blocks = inner // 8 + -(-(rows - 2 * inner) // ROWS)
     arguments = Arguments(
@@ -129,7 +130,7 @@ def _launch(
     kernel = nvrtc.kernel("products.cu", "product", tuple((defines | constants).items()), _index(x))
     kernel.launch(
         (blocks,), 32 * plan.warps, plan.shared_bytes(cols, norm is not None),
-        arguments, overlap=overlap,
+        arguments, overlap=True,
     )  # fmt: skip
 
 

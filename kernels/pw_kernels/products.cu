@@ -8,6 +8,7 @@
 //   NORM          1: an RMS norm of the rows of x comes first
 //   BIAS          1: a bias is added
 //   GATED, KIND   1: W is INNER rows of a gate, as many of what it gates, and others; the result of the others is apart
+//   NT            tiles of eight tokens that a block takes
 //   ADD           0: nothing is added; 1: rows of the output's shape; 2: two of them; 3: and the product is times a sigmoid
 //
 // The matrix unit multiplies weights [16 rows x 16 k] by tokens [16 k x 8]. A lane copies 16 bytes of rows r and r + 8, which
@@ -76,7 +77,7 @@ struct Arguments {
   float epsilon;
 };
 
-constexpr int ROWS = 16, TOKENS = 8, THREADS = 32 * WARPS;
+constexpr int ROWS = 16, TOKENS = 8 * NT, THREADS = 32 * WARPS;
 constexpr int ALL_STEPS = K / 32, STEPS = (ALL_STEPS + WARPS - 1) / WARPS;
 constexpr int PITCH = ROWS + 4;                                 // of a token's sums: no two lanes meet in a bank
 constexpr int RING = WARPS * STAGES * 1024, SUMS = WARPS * TOKENS * PITCH * 4, SHARED = RING > SUMS ? RING : SUMS;
@@ -170,18 +171,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) product(Arguments 
   u32 zero = (u32)a.tokens >> 31;
 #endif
   wait_for_earlier();
-  const u16* from = a.x + (u64)min(own, a.tokens - 1) * a.x_row + first * 32 + column;
-  float sums[4] = {};
-  uint4 x[TURN];
+  const u16* from[NT];
+  UNROLL for (int t = 0; t < NT; t++) from[t] = a.x + (u64)min(own + 8 * t, a.tokens - 1) * a.x_row + first * 32 + column;
+  float sums[NT][4] = {};
+  uint4 x[TURN][NT];
   for (int turn = 0; turn < STEPS; turn += TURN) {
     UNROLL for (int j = 0; j < TURN; j++)
-      x[j] = turn + j < count ? load_written((const uint4*)(from + (turn + j) * 32)) : make_uint4(0, 0, 0, 0);
+      UNROLL for (int t = 0; t < NT; t++)
+        x[j][t] = turn + j < count ? load_written((const uint4*)(from[t] + (turn + j) * 32)) : make_uint4(0, 0, 0, 0);
 #if NORM
-    static_assert(STEPS <= TURN, "a norm needs all of x");
+    static_assert(STEPS <= TURN && NT == 1, "a norm needs all of x");
     UNROLL for (int i = 0; i < PIECES; i++)
       if ((int)threadIdx.x + i * THREADS < K / 8) norm[threadIdx.x + i * THREADS] = pieces[i];
     float sum = 0;
-    UNROLL for (int j = 0; j < TURN; j++) sum += square_sum(x[j]);
+    UNROLL for (int j = 0; j < TURN; j++) sum += square_sum(x[j][0]);
     sum = with_lane(with_lane(sum, lane ^ 1), lane ^ 2);
     if ((lane & 3) == 0) squares[warp * TOKENS + own] = sum;
     __syncthreads();
@@ -190,11 +193,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) product(Arguments 
     float scale = rsqrtf(sum / K + a.epsilon);
     UNROLL for (int j = 0; j < TURN; j++) {
       if (j >= count) break;
-      uint4 v = x[j], by = norm[(first + j) * 4 + (lane & 3)];
+      uint4 v = x[j][0], by = norm[(first + j) * 4 + (lane & 3)];
       v.x ^= zero, v.y ^= zero, v.z ^= zero, v.w ^= zero;       // else it is kept as it was made for the squares, in 64 registers
-      x[j] = make_uint4(scaled(v.x, by.x, scale), scaled(v.y, by.y, scale), scaled(v.z, by.z, scale), scaled(v.w, by.w, scale));
+      x[j][0] = make_uint4(scaled(v.x, by.x, scale), scaled(v.y, by.y, scale), scaled(v.z, by.z, scale), scaled(v.w, by.w, scale));
       if (a.normed && blockIdx.x == 0 && own < a.tokens)
-        *(uint4*)(a.normed + (u64)own * K + (first + j) * 32 + column) = x[j];
+        *(uint4*)(a.normed + (u64)own * K + (first + j) * 32 + column) = x[j][0];
     }
 #endif
     UNROLL for (int j = 0; j < TURN; j++) {
@@ -203,8 +206,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) product(Arguments 
       if (step < count) {
         uint4 low = weights.take(step, 0), high = weights.take(step, 1);
         u32 left[4] = {low.x, high.x, low.y, high.y}, right[4] = {low.z, high.z, low.w, high.w};
-        multiply(sums, left, x[j].x, x[j].y);
-        multiply(sums, right, x[j].z, x[j].w);
+        UNROLL for (int t = 0; t < NT; t++) {
+          multiply(sums[t], left, x[j][t].x, x[j][t].y);
+          multiply(sums[t], right, x[j][t].z, x[j][t].w);
+        }
         if (STAGES < STEPS && step + STAGES < count) weights.copy(step + STAGES);
       }
       commit();
@@ -212,7 +217,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) product(Arguments 
   }
   __syncthreads();
   float* shared = (float*)dynamic;                              // [WARPS, TOKENS, PITCH]
-  UNROLL for (int i = 0; i < 4; i++) shared[(warp * TOKENS + 2 * (lane & 3) + (i & 1)) * PITCH + own + 8 * (i >> 1)] = sums[i];
+  UNROLL for (int t = 0; t < NT; t++)
+    UNROLL for (int i = 0; i < 4; i++)
+      shared[(warp * TOKENS + 8 * t + 2 * (lane & 3) + (i & 1)) * PITCH + own + 8 * (i >> 1)] = sums[t][i];
   __syncthreads();
   auto total = [&](int token, int r) {
     float sum = 0;

@@ -83,7 +83,6 @@ def gated_product(
     bias: Tensor | None = None,
     *,
     norm: Norm | None = None,
-    overlap: bool = True,
     backend: str = "auto",
 ) -> Gated:
     """act(gate) * up of the product's first 2I columns, gate first, and the others as they are.
@@ -95,7 +94,6 @@ def gated_product(
         activation: "silu", "gelu" or "gelu_tanh".
         bias: [N] or None.
         norm: Of the rows of x, or None.
-        overlap: The launch may begin before the one before it on its stream has ended.
         backend: One of BACKENDS.
 
     Raises:
@@ -105,9 +103,7 @@ def gated_product(
     if norm is not None and (kernels is None or not kernels.norms(x)):
         x, norm = step.rms_norm(x, norm.weight, norm.epsilon, backend=small), None
     if kernels is not None:
-        return Gated(
-            *kernels.gated_product(x, weight, inner, activation, bias, norm, overlap=overlap)
-        )
+        return Gated(*kernels.gated_product(x, weight, inner, activation, bias, norm))
     both = functional.linear(x, weight, bias)
     if not inner:
         return Gated(both[:, :0], both, x)

@@ -107,6 +107,29 @@ def rms_norm(x: Tensor, weight: Tensor | None, epsilon: float, *, backend: str =
     return (wide if weight is None else wide * weight.float()).to(x.dtype)
 
 
+def angles(
+    positions: Tensor,
+    frequencies: Tensor,
+    scaling: float,
+    dtype: torch.dtype,
+    *,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """Cosine and sine of positions * frequencies, times scaling: [T, 2F] each, both halves alike.
+
+    Args:
+        positions: [T] int64.
+        frequencies: [F] fp32.
+        scaling: Factor of both.
+        dtype: Of the result.
+        backend: One of BACKENDS.
+    """
+    if (kernels := _triton(backend, positions)) is not None:
+        return kernels.angles(positions, frequencies, scaling, dtype)  # type: ignore[no-any-return]
+    both = (positions[:, None].float() * frequencies.float()).repeat(1, 2)
+    return (both.cos() * scaling).to(dtype), (both.sin() * scaling).to(dtype)
+
+
 def rotate_store(
     qkv: Tensor,
     cos: Tensor,

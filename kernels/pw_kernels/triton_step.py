@@ -10,6 +10,7 @@ of a page.
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -63,6 +64,45 @@ def rms_norm(x: Tensor, weight: Tensor | None, epsilon: float) -> Tensor:
         **overlap(x.device),
     )
     return out.view(x.shape)
+
+
+@triton.jit
+def angles_kernel(
+    positions,  # [T] int64
+    frequencies,  # [F] fp32
+    out,  # [2, T, 2F]
+    scaling,
+    tokens,
+    FREQUENCIES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """Cosines and sines of one token."""
+    begin(OVERLAP)
+    token = tl.program_id(0).to(tl.int64)
+    f = tl.arange(0, BLOCK)
+    inside = f < FREQUENCIES
+    angle = tl.load(positions + token).to(tl.float32) * tl.load(frequencies + f, mask=inside)
+    cos, sin = tl.cos(angle) * scaling, tl.sin(angle) * scaling
+    at = out + token * 2 * FREQUENCIES + f
+    for half in tl.static_range(2):
+        tl.store(at + half * FREQUENCIES, cos.to(out.dtype.element_ty), mask=inside)
+        target = at + (tokens * 2 + half) * FREQUENCIES
+        tl.store(target, sin.to(out.dtype.element_ty), mask=inside)
+
+
+def angles(
+    positions: Tensor, frequencies: Tensor, scaling: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """See `step.angles`."""
+    tokens, count = len(positions), len(frequencies)
+    out = frequencies.new_empty((2, tokens, 2 * count), dtype=dtype)
+    angles_kernel[(tokens,)](
+        positions, frequencies.float().contiguous(), out, scaling, tokens,
+        FREQUENCIES=count, BLOCK=triton.next_power_of_2(count), num_warps=1,
+        **overlap(positions.device),
+    )  # fmt: skip
+    return out[0], out[1]
 
 
 @triton.jit

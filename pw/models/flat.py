@@ -24,8 +24,9 @@ from pw.models.attention import AttentionBinding, AttentionContext
 from pw.models.flat_parts import FlatNorm, Mlp, Moe, Residual
 from pw.models.fusion import concatenate
 from pw.models.probing import TOLERANCE, Forward, probe_logits, relative_difference
-from pw_kernels import products
+from pw_kernels import products, step
 
+_FIXED_ROTATIONS = ("default", "linear", "llama3", "yarn")
 MODEL_TYPES = ("qwen2_moe", "qwen3_moe", "mixtral")
 _log = logging.getLogger(__name__)
 
@@ -42,7 +43,7 @@ class FlatDecoder:
         base = model.model
         if kernels is None:
             kernels = model.lm_head.weight.device.type == "cuda"
-        self._rotary = base.rotary_emb.forward
+        self._rotary = _Rotary(base.rotary_emb, kernels)
         self._embedding: Tensor = base.embed_tokens.weight
         self._layers = [_Layer(layer, kernels) for layer in base.layers]
         self._norm = FlatNorm(base.norm, kernels)
@@ -64,19 +65,37 @@ class FlatDecoder:
         return self.logits(self.hidden(input_ids, positions, context, keep))
 
     def hidden(
-        self, input_ids: Tensor, positions: Tensor, context: AttentionContext, keep: Tensor
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        context: AttentionContext,
+        keep: Tensor | None = None,
     ) -> Tensor:
         """See `Skeleton.hidden`."""
         x = embedding(input_ids, self._embedding)
-        cos, sin = self._rotary(x, positions.unsqueeze(0))  # [1, T, D]
-        turn = _Turn(cos[0], sin[0], self._signs)
+        turn = _Turn(*self._rotary(x, positions), self._signs)
         for layer in self._layers:
             x = layer(x, turn, context)
-        return self._norm(x.index_select(0, keep))
+        return self._norm(x if keep is None else x.index_select(0, keep))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """See `Skeleton.logits`."""
         return products.product(hidden, self._head)
+
+
+class _Rotary:
+    """Cosines and sines [T, D] of positions: on a GPU one kernel, if frequencies never change."""
+
+    def __init__(self, module: Any, kernels: bool) -> None:
+        self._module = module
+        self._kernel = kernels and getattr(module, "rope_type", None) in _FIXED_ROTATIONS
+
+    def __call__(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        if self._kernel:
+            scaling = float(self._module.attention_scaling)
+            return step.angles(positions, self._module.inv_freq, scaling, x.dtype)
+        cos, sin = self._module.forward(x, positions.unsqueeze(0))
+        return cos[0], sin[0]
 
 
 class _Turn:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, rms_norm, silu
 
+from pw.models.beside import Beside, pays, side_stream
 from pw.models.experts import activation_name
 from pw.models.fusion import concatenate
 from pw.models.routers import Route, fused_route
@@ -75,6 +76,7 @@ class GatedMlp:
 
     def __init__(self, module: Any, norm: FlatNorm, kernels: bool, *others: Any) -> None:
         self._in = concatenate([module.gate_proj, module.up_proj, *others])
+        self.weight, self.bias = self._in
         self._norm = norm
         self._inner = module.gate_proj.out_features
         rest = len(self._in[0]) - 2 * self._inner  # of the others, and padding
@@ -93,6 +95,16 @@ class GatedMlp:
         y = self._norm(x)
         gate, up, rest = torch.split(linear(y, weight, bias), self._sizes, -1)
         return Gated(self._function(gate) * up, rest, y)
+
+    def activated(self, y: Tensor) -> Tensor:
+        """`out` alone, of normed rows on a GPU, if there is no bias."""
+        assert self._kernel is not None
+        weight = self.weight[: 2 * self._inner]
+        return products.gated_product(y, weight, self._inner, self._kernel).out
+
+    def others(self, y: Tensor) -> Tensor:
+        """`rest` alone, in the same way."""
+        return products.product(y, self.weight[2 * self._inner :])
 
 
 class Mlp:
@@ -122,6 +134,10 @@ class Moe:
             others = [block.shared_expert_gate, *([block.gate] if self._joined else [])]
             self._gated = GatedMlp(block.shared_expert, norm, kernels, *others)
             self._down: Tensor = block.shared_expert.down_proj.weight
+        self._beside: Beside | None = None
+        whole = self._joined and self._reduce is None
+        if self._gated is not None and self._gated.bias is None and whole:
+            self._beside = side_stream(self._down.device)
         if route is not None:  # the weight may be a view by now; experts want fp32
             routing = replace(route.routing, weight=block.gate.weight, widened=True)
             route = replace(route, routing=routing)
@@ -133,6 +149,8 @@ class Moe:
             normed, ids, weights = self._choose(x)
             routed = self._routed(normed, ids, weights)
             return x + routed if self._reduce is None else self._reduce(routed, x)
+        if self._beside is not None and pays(len(x)):
+            return self._both(x, self._gated, self._beside)
         shared = self._gated(x)
         share = shared.rest[:, :1]
         if self._route is not None and self._joined:
@@ -146,6 +164,18 @@ class Moe:
         if self._kernels:
             return products.product(shared.out, self._down, add=(x, routed), share=share)
         return torch.addcmul(x + routed, share.sigmoid(), linear(shared.out, self._down))
+
+    def _both(self, x: Tensor, gated: GatedMlp, beside: Beside) -> Tensor:
+        """The shared expert beside the routed ones, which leave much of memory idle."""
+        assert self._route is not None
+        y = self._norm(x)
+        with beside.apart():
+            shared = products.product(gated.activated(y), self._down)
+        rest = gated.others(y)
+        logits = rest[:, 1 : 1 + len(self._route.routing.weight)]
+        routed = self._routed(y, *self._route.choose(logits))
+        beside.meet()
+        return step.join(x, routed, shared, rest[:, :1])
 
     def _choose(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The norm of x, and experts and weights of its tokens."""

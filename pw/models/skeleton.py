@@ -19,6 +19,7 @@ from pw.errors import ModelError
 from pw.models.architecture import Architecture, text_model
 from pw.models.attention import NAME as ATTENTION
 from pw.models.attention import AttentionContext, bind_attention
+from pw.models.beside import fork_shared_experts, side_stream
 from pw.models.checkpoint import Checkpoint
 from pw.models.experts import NAME as EXPERTS
 from pw.models.experts import (
@@ -78,7 +79,11 @@ class Skeleton:
         return self.logits(self.hidden(input_ids, positions, context, keep))
 
     def hidden(
-        self, input_ids: Tensor, positions: Tensor, context: AttentionContext, keep: Tensor
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        context: AttentionContext,
+        keep: Tensor | None = None,  # None: all tokens
     ) -> Tensor:
         """What `forward` makes logits of: [n, H], a small part of their bytes."""
         if self.flat is not None:
@@ -100,7 +105,7 @@ def general_forward(
 
 
 def _general_hidden(
-    model: Any, input_ids: Tensor, positions: Tensor, context: AttentionContext, keep: Tensor
+    model: Any, input_ids: Tensor, positions: Tensor, context: AttentionContext, keep: Tensor | None
 ) -> Tensor:
     output = model.base_model(
         input_ids=input_ids.unsqueeze(0),
@@ -109,7 +114,7 @@ def _general_hidden(
         pw_context=context,
     )
     hidden: Tensor = output.last_hidden_state[0]
-    return hidden.index_select(0, keep)
+    return hidden if keep is None else hidden.index_select(0, keep)
 
 
 def _general_logits(model: Any, hidden: Tensor) -> Tensor:
@@ -190,6 +195,8 @@ def finish(
         fuse_linears(model, forward)
         fuse_norms(model)
         fuse_routers(model)
+        if (beside := side_stream(device)) is not None:
+            fork_shared_experts(model, forward, beside)
     return Skeleton(
         model=model,
         geometry=architecture.geometry,

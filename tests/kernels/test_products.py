@@ -56,11 +56,12 @@ def test_what_cannot_be_is_refused() -> None:
             products.product(random(1, 32), random(2, 32), backend="cuda")
 
 
-@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize(("tokens", "norm"), [(8, False), (8, True), (9, False), (32, False)])
 @pytest.mark.parametrize("cols", [32, 512, 2048, 2816, 4096, 5632, 8192, 14336])
-def test_a_plan_fits_a_multiprocessor(cols: int, norm: bool) -> None:
+def test_a_plan_fits_a_multiprocessor(cols: int, tokens: int, norm: bool) -> None:
     norm = norm and cols <= WARPS * NORM_STEPS * STEP
-    plan = choose_plan(cols, norm)
+    plan = choose_plan(tokens, cols, norm)
+    assert plan.tiles * 8 >= tokens
     steps = -(-(cols // STEP) // plan.warps)
     assert plan.stages <= steps
     assert plan.turn <= NORM_STEPS
@@ -79,8 +80,8 @@ def test_compiles_ahead_of_time(capability: int) -> None:
         (2048, 2048, {"ADD": 1, "FLOAT16": 1}),
         (2048, 14336, {"ADD": 2}),
     ]
-    for rows, cols, more in shapes:
-        plan = choose_plan(cols, norm="NORM" in more)
+    for (rows, cols, more), tokens in zip(shapes, (8, 8, 8, 32, 9), strict=True):
+        plan = choose_plan(8 if "NORM" in more else tokens, cols, norm="NORM" in more)
         defines = constants_of(plan, (rows, cols), torch.bfloat16, bias=False, norm=False) | more
         try:
             code = nvrtc.compile_source("products.cu", defines, capability)
@@ -131,6 +132,24 @@ def test_on_a_gpu(rows: int, cols: int, form: str, dtype: torch.dtype) -> None:
         again = run(tokens, "cuda")
     graph.replay()
     assert torch.equal(again, found)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(INTERPRETED, reason="needs TRITON_INTERPRET=0 and a GPU")
+@pytest.mark.parametrize("tokens", [9, 16, 32])
+@pytest.mark.parametrize(("rows", "cols"), [(2048, 2048), (64, 2048), (520, 5632)])
+def test_some_tokens_and_a_small_weight_on_a_gpu(rows: int, cols: int, tokens: int) -> None:
+    """As many tokens as there may be have the result of few."""
+    dtype = torch.bfloat16
+    x, add = random(tokens, cols, dtype=dtype).cuda(), random(tokens, rows, dtype=dtype).cuda()
+    weight = (random(rows, cols, seed=1) / cols**0.5).to(dtype).cuda()
+    torch.cuda.synchronize()
+    found, expected = (
+        products.product(x, weight, add=(add,), backend=backend) for backend in ("cuda", "torch")
+    )
+    assert (found.float() - expected.float()).norm() <= 4e-3 * expected.float().norm()
+    few = products.product(x[:8], weight, add=(add[:8],), backend="cuda")
+    assert torch.equal(found[:8], few)
 
 
 @pytest.mark.gpu

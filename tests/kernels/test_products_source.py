@@ -72,7 +72,7 @@ def near(found: Tensor, expected: Tensor) -> None:
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_product_behind_a_norm(tmp_path: Path, tokens: int, bias: bool) -> None:
     case = Case(tokens, 40, 512, bias=bias)
-    case.run(tmp_path, choose_plan(512, norm=True), norm=True)
+    case.run(tmp_path, choose_plan(8, 512, norm=True), norm=True)
     near(
         case.out, products.product(case.x, case.weight, case.bias, norm=case.norm, backend="torch")
     )
@@ -84,7 +84,9 @@ def test_a_product_behind_a_norm(tmp_path: Path, tokens: int, bias: bool) -> Non
     [
         (2, Plan(4, stages=2, turn=2)),  # copies in turn, x in turn; the last warp has less
         (5, Plan(2, stages=4, turn=16)),
-        (8, choose_plan(832, norm=False)),
+        (8, choose_plan(8, 832, norm=False)),
+        (13, choose_plan(13, 832, norm=False)),
+        (30, choose_plan(30, 832, norm=False)),
     ],
 )
 def test_sums_after_a_product(tmp_path: Path, tokens: int, plan: Plan, add: int) -> None:
@@ -102,7 +104,7 @@ def test_sums_after_a_product(tmp_path: Path, tokens: int, plan: Plan, add: int)
 @pytest.mark.parametrize("kind", [0, 1, 2])
 def test_a_gated_product_and_what_is_beside_it(tmp_path: Path, kind: int) -> None:
     case = Case(4, 2 * 24 + 13, 256, inner=24, bias=kind == 1)
-    plan = choose_plan(256, norm=True)
+    plan = choose_plan(8, 256, norm=True)
     case.run(tmp_path, plan, norm=True, kind=kind)
     expected = products.gated_product(
         case.x, case.weight, 24, ("silu", "gelu", "gelu_tanh")[kind], case.bias, norm=case.norm,
@@ -119,6 +121,6 @@ def test_a_token_s_result_does_not_depend_on_the_batch(tmp_path: Path) -> None:
         folder = tmp_path / str(tokens)
         folder.mkdir()
         case.x = case.x[:tokens]
-        case.run(folder, choose_plan(512, norm=True), norm=True)
+        case.run(folder, choose_plan(8, 512, norm=True), norm=True)
         results.append(case.out[0])
     assert torch.equal(*results)

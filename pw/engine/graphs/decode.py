@@ -112,11 +112,10 @@ class DecodeSteps:
         inputs.fill([])  # all padding: what is tried now touches no page and counts nothing
         batch = DecodeBatch(inputs, self._tables, self._kv)
         ids, positions = inputs.on_device.ids, inputs.on_device.positions
-        keep = torch.arange(size, device=device)
 
         def step() -> Tensor:
             batch.begin()
-            hidden = self._skeleton.hidden(ids, positions, batch, keep)
+            hidden = self._skeleton.hidden(ids, positions, batch)
             return self._skeleton.logits(hidden)
 
         experts.batch = batch
