@@ -1,0 +1,96 @@
+"""Shared experts beside the routed ones: which blocks, in which order, with what result."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from pw.models import beside, skeleton
+from pw.models.beside import fork_shared_experts
+from pw.models.checkpoint import Checkpoint
+from pw.models.experts import expert_modules
+from pw.models.probing import probe_logits
+from pw.models.skeleton import general_forward, load_skeleton
+from pw.models.testing import KINDS, make_checkpoint
+
+FORKED = {"deepseek_v2", "deepseek_v3", "glm4_moe"}
+
+
+class Log:
+    """Stands in for a stream: notes what happens."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        self.events.append("apart")
+        yield
+        self.events.append("launched")
+
+    def meet(self) -> None:
+        self.events.append("meet")
+
+
+def load(kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(skeleton, "flat_decoder", lambda *_: None)
+    make_checkpoint(kind, folder)
+    return load_skeleton(Checkpoint.open(folder), torch.float32).model
+
+
+def logits(model: Any) -> Tensor:
+    return probe_logits(model, partial(general_forward, model))[0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_shared_experts_are_launched_first_where_they_come_last(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, log = load(kind, tmp_path, monkeypatch), Log()
+    before = logits(model)
+    layers = len(expert_modules(model))
+    expected = layers if kind in FORKED else 0
+    assert fork_shared_experts(model, partial(general_forward, model), log) == expected
+    assert log.events.count("meet") == expected
+    log.events.clear()
+    monkeypatch.setattr(beside, "FEWEST", 4)
+    for _, module in expert_modules(model)[:1]:
+        module.register_forward_pre_hook(lambda *_: log.events.append("routed"))
+    assert torch.equal(logits(model), before)
+    if expected:
+        assert log.events[:4] == ["apart", "launched", "routed", "meet"]
+        assert len(log.events) == 3 * layers + 1
+    monkeypatch.setattr(beside, "MOST", 2)
+    log.events.clear()
+    assert torch.equal(logits(model), before)
+    assert set(log.events) <= {"routed"}
+
+
+def test_a_fork_that_changes_logits_is_undone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, log = load("glm4_moe", tmp_path, monkeypatch), Log()
+    before = logits(model)
+    taken = beside._Fork._taken
+    monkeypatch.setattr(beside._Fork, "_taken", lambda self, x: 1.1 * taken(self, x))
+    assert fork_shared_experts(model, partial(general_forward, model), log) == 0
+    assert "shared experts of `glm4_moe` wait for the routed: logits differ by" in caplog.text
+    log.events.clear()
+    assert torch.equal(logits(model), before)
+    assert not log.events
+
+
+def test_a_rank_s_part_stays_on_one_stream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, log = load("deepseek_v3", tmp_path, monkeypatch), Log()
+    for name, _ in expert_modules(model):
+        block = model.get_submodule(name.rpartition(".")[0])
+        block.shared_experts.down_proj.__dict__["pw_reduce"] = None
+    assert fork_shared_experts(model, partial(general_forward, model), log) == 0
+    assert not log.events
