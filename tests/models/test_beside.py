@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -16,10 +17,11 @@ from pw.models import beside, skeleton
 from pw.models.beside import fork_shared_experts
 from pw.models.checkpoint import Checkpoint
 from pw.models.experts import expert_modules
-from pw.models.probing import probe_logits
+from pw.models.probing import probe_logits, relative_difference
 from pw.models.skeleton import general_forward, load_skeleton
 from pw.models.testing import KINDS, make_checkpoint
 
+INTERPRETED = os.environ["TRITON_INTERPRET"] == "1"
 FORKED = {"deepseek_v2", "deepseek_v3", "glm4_moe"}
 
 
@@ -94,3 +96,34 @@ def test_a_rank_s_part_stays_on_one_stream(tmp_path: Path, monkeypatch: pytest.M
         block.shared_experts.down_proj.__dict__["pw_reduce"] = None
     assert fork_shared_experts(model, partial(general_forward, model), log) == 0
     assert not log.events
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(INTERPRETED, reason="needs TRITON_INTERPRET=0 and a GPU")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", [*sorted(FORKED), "qwen2_moe"])
+def test_streams_meet_on_a_gpu(
+    kind: str, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_checkpoint(kind, tmp_path)
+    skeleton = load_skeleton(Checkpoint.open(tmp_path), dtype, "cuda")
+    forwards: list[Any] = [partial(general_forward, skeleton.model)]
+    if skeleton.flat is not None:
+        forwards.append(skeleton.flat)
+    events: list[str] = []
+    apart = beside.SideStream.apart
+
+    @contextmanager
+    def noted(self: beside.SideStream) -> Iterator[None]:
+        events.append("apart")
+        with apart(self):
+            yield
+
+    monkeypatch.setattr(beside.SideStream, "apart", noted)
+    monkeypatch.setattr(beside, "FEWEST", 4)
+    found = [probe_logits(skeleton.model, *forwards)[-1] for _ in range(10)]
+    assert len(events) == 10 * len(expert_modules(skeleton.model))
+    monkeypatch.setattr(beside, "MOST", 0)
+    expected = probe_logits(skeleton.model, *forwards)[-1]
+    for logits in found:
+        assert relative_difference(logits, expected) <= (1e-5 if dtype == torch.float32 else 1e-2)
