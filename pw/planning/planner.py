@@ -3,6 +3,7 @@
 Touches no device, no clock, no randomness: equal states give equal plans.
 
     plan         down to a memory target with least damage (DESIGN section 7)
+    in_steps     what a plan down does, in an order in which any leading part is a good plan
     plan_greedy  down as in the paper's Algorithm 1, for comparison
     plan_reload  up within a number of bytes, most damage undone first
     allocate     the best static widths for a number of bytes
@@ -174,6 +175,26 @@ def plan(
     if method == "greedy":
         return plan_greedy(state, target_bytes)
     return _plan_hull(state, target_bytes)
+
+
+def in_steps(state: PlannerState, found: Plan) -> list[Move]:
+    """The moves of a plan down, cut into the steps of each block's hull, best price first.
+
+    Any leading part of them is nearly the plan for its bytes; a block may be in it several times,
+    in order.
+    """
+    cost, damage = (values[:, found.block] for values in state.transposed())
+    start, stop = state.index(found.from_bits), state.index(found.to_bits)
+    ladder = Ladder.descend(np.ascontiguousarray(cost), np.ascontiguousarray(damage), start, stop)
+    steps = Steps.around(ladder, np.inf)
+    apart = (np.diff(steps.block) != 0) | (np.diff(steps.slope) != 0)  # else between two vertices
+    first, last = np.ones((2, len(steps.block)), dtype=np.bool_)
+    first[1:] = last[:-1] = apart
+    block, before, after = steps.block[first], steps.rung[first], steps.rung[last] + 1
+    x, y = (values[after, block] - values[before, block] for values in (ladder.x, ladder.y))
+    widths = state.widths[::-1]
+    columns = (found.block[block], widths[before], widths[after], x.astype(np.int64), y)
+    return list(map(Move._make, zip(*(c.tolist() for c in columns), strict=True)))
 
 
 def _plan_hull(state: PlannerState, target_bytes: int) -> Plan:

@@ -8,7 +8,15 @@ from hypothesis import strategies as st
 
 from pw.errors import BudgetError
 from pw.planning.ladder import Ladder
-from pw.planning.planner import Move, PlannerState, allocate, plan, plan_greedy, plan_reload
+from pw.planning.planner import (
+    Move,
+    PlannerState,
+    allocate,
+    in_steps,
+    plan,
+    plan_greedy,
+    plan_reload,
+)
 from support.planning import PAGE, levelled, outcomes, qwen_like, states
 
 EXACT = settings(max_examples=100, deadline=None)
@@ -175,6 +183,24 @@ def test_gap_to_the_exact_optimum_is_small_at_the_size_of_the_bundled_model(seed
         found, exact = plan(view, pages * PAGE), exact_least_damage(view, pages)
         assert exact - 1e-9 <= found.damage <= 1.02 * exact + 1e-9
         assert found.bound <= exact + 1e-9
+
+
+@given(states(), st.integers(0, 40))
+@EXACT
+def test_any_leading_part_of_the_steps_of_a_plan_is_a_plan(view, pages):
+    found = plan(view, pages * PAGE)
+    steps = in_steps(view, found)
+    released, damage = np.cumsum([(step.bytes, step.damage) for step in steps] or [(0, 0.0)], 0).T
+    assert released[-1] == found.bytes
+    assert damage[-1] == pytest.approx(found.damage, abs=1e-9)
+    bits = view.bits.copy()
+    for step in steps:
+        assert step.to_bits < step.from_bits == bits[step.block]
+        bits[step.block] = step.to_bits
+    assert (bits == found.apply(view.bits)).all()
+    for freed, harm in zip(released[:-1], damage, strict=False):
+        limited = replace(view, floors=np.maximum(view.floors, np.minimum(bits, view.bits)))
+        assert harm == pytest.approx(plan(limited, int(freed)).bound, abs=1e-9)
 
 
 def test_hull_beats_greedy_where_blocks_must_give_more_than_one_plane():

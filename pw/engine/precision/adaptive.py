@@ -20,6 +20,7 @@ from pw.config import PlannerConfig
 from pw.engine.precision.pace import Pace
 from pw.engine.precision.policies import AWAITED, PrecisionBase
 from pw.engine.precision.quality import Quality
+from pw.engine.precision.reserve import Reserve
 from pw.engine.precision.trace import TraceWriter
 from pw.engine.scheduler import Forecast
 from pw.errors import StoreError
@@ -36,7 +37,6 @@ _REST_TURNS = 256  # before a block whose transfer failed is planned for again
 _RESERVE_SHARE = (
     128  # of the arena: one part of so many is planned to be given up beyond what is needed
 )
-_RESERVE_TURNS = 64  # in which such a plan is made use of
 # Raises under way while anything runs, as many as fill the mover's chunks: the rest of a plan is
 # begun as they land, evenly, and keeps no pages until then.
 UNDER_WAY = 32
@@ -68,8 +68,7 @@ class AdaptivePrecision(PrecisionBase):
         self._agenda: deque[tuple[Move, str]] = deque()  # planned and not begun, and why
         self._landed: deque[int] = deque()  # raises that have landed and are not committed
         self._pace = Pace()
-        self._reserve: deque[Move] = deque()  # reductions planned and not needed, best first
-        self._reserved_at = 0  # turn
+        self._reserve = Reserve()
         self._thinker = ThreadPoolExecutor(1, "pw-plan") if table.on_gpu else None
         self._sought: Future[tuple[Trade | None, float]] | None = None  # by it
         self._trading = False  # what moves is of a trade
@@ -109,11 +108,14 @@ class AdaptivePrecision(PrecisionBase):
             # Pages of planes that nobody has read yet cost nothing; their blocks take part again.
             freed = self._recall(reason)
         while freed < pages:
-            failures, old = self.failures, self._turn - self._reserved_at > _RESERVE_TURNS
-            if anew := old or not self._reserve:
-                self._plan_release(pages - freed, hard=last_resort)
-            given, moves = self._take_reserved(pages - freed, reason, last_resort)
-            freed += given
+            failures, missing = self.failures, (pages - freed) * self._page_bytes
+            if anew := not self._reserve.lasts(self._turn):
+                self._plan_release(missing, hard=last_resort)
+            least = self._least(hard=last_resort)
+            moves = self._reserve.take(
+                missing, self._table.committed, self._table.in_transfer, least
+            )
+            freed += sum(self._try_reduce(move, reason, last_resort) for move in moves)
             made += moves
             if last_resort or (anew and self.failures == failures):
                 break
@@ -125,30 +127,19 @@ class AdaptivePrecision(PrecisionBase):
             freed += self._recall(reason)
         return freed
 
-    def _plan_release(self, pages: int, *, hard: bool) -> None:
-        """Plan reductions worth so many pages and, where blocks that were raised a moment ago can
+    def _plan_release(self, missing: int, *, hard: bool) -> None:
+        """Plan reductions worth so many bytes and, where blocks that were raised a moment ago can
         be spared, more: under pressure the next steps will need some, too.
         """
         recent = self._turn - self._raised_at < self._config.dwell_steps
-        more = 0 if hard else self._pool.num_pages // _RESERVE_SHARE
+        more = 0 if hard else self._pool.num_pages // _RESERVE_SHARE * self._page_bytes
         with self._planning():
             state, method = self._state(hard=hard), self._config.planner
             spared = replace(state, floors=np.where(recent, state.bits, state.floors))
-            found = plan(spared, (pages + more) * self._page_bytes, method=method)
-            if found.bytes < pages * self._page_bytes:
-                found = plan(state, pages * self._page_bytes, method=method, protected=recent)
-        self._reserve, self._reserved_at = deque(found.moves), self._turn
-
-    def _take_reserved(self, pages: int, reason: str, last_resort: bool) -> tuple[int, list[Move]]:
-        """Make planned reductions that still hold, until so many pages are free; how many are."""
-        freed, made, least = 0, list[Move](), self._least(hard=last_resort)
-        while self._reserve and freed < pages:
-            move = self._reserve.popleft()
-            still = self._table.committed[move.block] == move.from_bits
-            if still and move.block not in self._table.in_transfer and move.to_bits >= least:
-                freed += self._try_reduce(move, reason, last_resort)
-                made.append(move)
-        return freed, made
+            found = plan(spared, missing + more, method=method)
+            if found.bytes < missing:
+                found = plan(state, missing, method=method, protected=recent)
+            self._reserve.fill(state, found, self._turn)
 
     def _try_reduce(self, move: Move, reason: str, last_resort: bool = False) -> int:
         """Pages freed; 0 if the narrower LUT cannot be read, which the base tree never needs."""
