@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import numpy as np
@@ -132,7 +133,7 @@ def split_prompts(
         raise ConfigError(
             f"{len(documents)} prompts are too few to fit residual heads, at least "
             f"{4 * _LEAST_PROMPTS} are needed",
-            f"trace more prompts: `pw trace {artifact} --nsamples N --overwrite`",
+            f"trace more prompts: `pw trace {quote(str(artifact))} --nsamples N --overwrite`",
         )
     size, seed = config.validation, config.seed
     if len(np.unique(documents)) >= _LEAST_PROMPTS:

@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from shlex import quote
 
 from pw import __version__
 from pw.cli.options import Calibration, Common, Runtime, Widths
@@ -42,11 +43,11 @@ def artifact_path(model: str, *, quiet: bool = False) -> Path:
     path = Path(model)
     if (path / "manifest.json").is_file():
         return path
-    output = default_output(model)
+    output, name = quote(str(default_output(model))), quote(model)
     if Path(f"{path}.partial").is_dir():
         raise StoreError(
             f"artifact is not finished: `{model}`",
-            f"resume it: `pw calibrate MODEL -o {model}`, with the MODEL and flags of before",
+            f"resume it: `pw calibrate MODEL -o {name}`, with the MODEL and flags of before",
         )
     if any((path / part).is_dir() for part in ("planes.zarr", "luts.zarr")):
         raise StoreError(
@@ -57,14 +58,14 @@ def artifact_path(model: str, *, quiet: bool = False) -> Path:
         fetch = "" if path.exists() else " --download"
         raise StoreError(
             f"not an artifact but an unquantized checkpoint: `{model}`",
-            f"quantize it first: `pw calibrate {model} -o {output}{fetch}`, then use `{output}`",
+            f"quantize it first: `pw calibrate {name} -o {output}{fetch}`, then use `{output}`",
         )
     if path.exists():
         raise StoreError(
             f"not an artifact, it has no manifest.json: `{model}`",
             f"make one: `pw calibrate MODEL -o {output}`",
         )
-    wanted = model if path.suffix == ".pw" else output
+    wanted = name if path.suffix == ".pw" else output
     raise StoreError(
         f"no such artifact: `{model}`",
         f"make it: `pw calibrate MODEL -o {wanted}`, or try `{TINY}`",

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -100,7 +101,7 @@ def calibrate(
         print_json(reports)
     else:
         _print_quantized(reports["quantize"])
-        print(f"next: `pw serve {path}`")
+        print(f"next: `pw serve {quote(str(path))}`")
 
 
 def quantize(
@@ -253,7 +254,7 @@ def _print_tuned(report: TuneReport) -> None:
         f"  predicted rise of the loss there {report.damage_before:+.5f} before, "
         f"{report.damage_after:+.5f} after, nats a token"
     )
-    print(f"next: `pw serve {report.path}`")
+    print(f"next: `pw serve {quote(str(report.path))}`")
 
 
 def fit_residuals(artifact: Artifact, common: Common, overwrite: Overwrite = False) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from shlex import quote
 
 from pw.errors import ModelError
 
@@ -21,5 +22,5 @@ def refuse_pointer(file: Path) -> None:
         if stream.read(len(_POINTER)) == _POINTER:
             raise ModelError(
                 f"not the file itself but a git-lfs pointer to it: `{file}`",
-                f"fetch what it stands for: `git -C {file.parent} lfs pull`",
+                f"fetch what it stands for: `git -C {quote(str(file.parent))} lfs pull`",
             )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import numpy as np
@@ -273,13 +274,14 @@ class Artifact:
 
 def missing_artifact(path: Path) -> StoreError:
     """The error for a folder without a manifest, by what is found there."""
-    if path.with_name(f"{path.name}.partial").is_dir() and not path.exists():
+    if Path(f"{path}.partial").is_dir() and not path.exists():
         return StoreError(
             f"artifact is incomplete: `{path}` is still being built",
-            f"run `pw quantize MODEL -o {path}` again: it resumes",
+            f"run `pw quantize MODEL -o {quote(str(path))}` again: it resumes",
         )
     found = f"no `{MANIFEST}` in it" if path.is_dir() else "no such folder"
-    return StoreError(f"not an artifact: `{path}`: {found}", f"make one: `pw calibrate -o {path}`")
+    line = f"pw calibrate MODEL -o {quote(str(path))}"
+    return StoreError(f"not an artifact: `{path}`: {found}", f"make one: `{line}`")
 
 
 def check_sizes(path: Path, manifest: Manifest) -> None:

@@ -148,6 +148,10 @@ def test_what_is_no_artifact_is_refused_with_the_line_to_run(command: str, tmp_p
     assert f"no such artifact: `{tmp_path / 'no.pw'}`" in done.err
     assert f"-o {tmp_path / 'no.pw'}`" in done.err
 
+    (tmp_path / "two words.pw.partial").mkdir()
+    done = run(command, str(tmp_path / "two words.pw"), *tail)
+    assert f"-o '{tmp_path / 'two words.pw'}'" in done.err
+
     (tmp_path / "half.pw.partial").mkdir()
     done = run(command, str(tmp_path / "half.pw"), *tail)
     assert done.code == 3

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from shlex import quote
 
 import numpy as np
 import torch
@@ -199,6 +200,7 @@ def _require(artifact: WeightSource, stage: str, command: str) -> None:
     if not artifact.has_table(stage):
         raise StoreError(
             f"artifact has no table `{stage}`: `{artifact.path}`",
-            f"run `{command} {artifact.path}`, or serve with --precision-policy static:<bits>"
+            f"run `{command} {quote(str(artifact.path))}`, or serve with "
+            "--precision-policy static:<bits>"
             + (", or with --residual off" if stage == "residuals" else ""),
         )
