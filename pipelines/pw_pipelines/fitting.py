@@ -59,6 +59,7 @@ class BlockFitter:
     ) -> None:
         self._writer, self._checkpoint, self._pairs = writer, checkpoint, pairs
         self.device, self._focus, self._behind = device, focus, behind or Behind(0)
+        self.outputs: Tensor | None = None  # [L, N, N], see `pw_pipelines.outputs`
         self._copies: Any = None
         if device.type == "cuda":
             self._copies = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -115,6 +116,9 @@ class BlockFitter:
         geometry, manifest = self._checkpoint.geometry, self._writer.manifest
         mean_squares = torch.from_numpy(moments.of(module)[0])
         focus = None if self._focus is None else self._focus.of(layer, module)
+        outputs = None
+        if self.outputs is not None and module == "down":
+            outputs = self.outputs[geometry.slot(layer)]
         room = _WEIGHTS_PER_FIT[self.device.type]
         group = max(1, room // geometry.shape(module).weights)
         planes, luts = torch.empty(0), dict[int, Tensor]()
@@ -130,6 +134,7 @@ class BlockFitter:
                 None if hessians is None else hessians[some].to(self.device),
                 None if focus is None else focus[some],
                 None if self._focus is None else self._focus.table_bytes,
+                outputs,
             )
             if group >= geometry.experts:
                 return part, tables
@@ -177,6 +182,7 @@ def quantize_blocks(
     hessians: Tensor | None = None,  # [E, K, K]; None: inputs count as uncorrelated
     focus: Tensor | None = None,  # [E] the width that counts most; None: all count alike
     table_bytes: int | None = None,  # of tables that rows share
+    outputs: Tensor | None = None,  # [N, N] second moments of the gradients there
 ) -> tuple[Tensor, dict[int, Tensor]]:
     """Planes [E, B, tiles, 128] int32 and LUTs {b: [E, N, 2^b]} in kernel order of some experts."""
     experts, rows, cols = weights.shape
@@ -187,7 +193,9 @@ def quantize_blocks(
         assert hessians is not None, "rows share tables after a refit only"
         book = fit_shared(weights, moments, range(min_bits, max_bits + 1), lut_dtype, table_bytes)
     if hessians is not None:
-        book = refit(book, weights, hessians, focus=focus, table_bytes=table_bytes).book
+        book = refit(
+            book, weights, hessians, focus=focus, table_bytes=table_bytes, outputs=outputs
+        ).book
     planes = pack_planes(book.codes.view(experts, rows, cols), max_bits)
     luts = {b: bit_reverse_lut(lut).view(experts, rows, -1) for b, lut in book.luts.items()}
     return planes, luts

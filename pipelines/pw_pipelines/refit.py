@@ -15,9 +15,10 @@ and all widths share one code. The refit minimises SUM_b importance_b * e_b / e_
 Fitting the widths together is what keeps the code nested: descent for the narrowest width alone
 leaves codes that wider widths cannot use (docs/quality-planner.md has the figures). Where it is
 known at which width a block will mostly be, its `focus`, that width counts most, its neighbours
-some, the others hardly (`pw_pipelines.tune`). Pure maths on tensors, in float32; rows do not depend
-on each other, but for those that share tables (`pw_pipelines.sharing`). Tables need not ascend
-along a row.
+some, the others hardly (`pw_pipelines.tune`), and codes start from a rounding that feeds errors
+forward. Pure maths on tensors, in float32; rows do not depend on each other, but for those that
+share tables (`pw_pipelines.sharing`) and those whose errors cancel (`pw_pipelines.outputs`). Tables
+need not ascend along a row.
 
 Axes: E blocks, N rows, K columns, W widths, C levels of all widths' tables side by side, S columns
 of a strip.
@@ -40,11 +41,13 @@ from pw_pipelines.sharing import TiedPlaces, tie
 
 IMPORTANCE: Mapping[int, float] = {2: 1.0, 3: 1.0, 4: 1.0, 5: 0.5, 6: 0.3, 7: 0.1, 8: 0.1}
 
-_NEAR, _FAR = 0.3, 0.03  # importance of the widths beside the focus, and of those farther away
+_NEAR, _FAR = 0.1, 0.01  # importance of the widths beside the focus, and of those farther away
 _ROUNDS = 2
 _FOCUSED_ROUNDS = 4
 _STRIP = 32  # columns whose changes reach the others of their part by one product
 _PART = 256  # columns whose changes reach all others by one: pulls are read and written less often
+_ROWS = 16  # at most, that change together where errors of rows cancel in what follows
+_LARGEST = 1.5  # eigenvalue for which they do, see `rows_apart`
 _STEPS = 8  # of conjugate gradients; tables start from the last ones
 _RIDGE = 1e-3  # pull of a level toward the one before, relative to the mean of diag H
 _DAMPING = 1e-2  # of the mean of diag H, added to it
@@ -68,6 +71,7 @@ def refit(
     importance: Mapping[int, float] = IMPORTANCE,
     focus: Tensor | None = None,  # [E] int64
     table_bytes: int | None = None,
+    outputs: Tensor | None = None,  # [N, N]
 ) -> Refit:
     """Refit nested codes of some blocks of one shape. Deterministic on a CPU; a GPU adds up in no
     fixed order.
@@ -79,6 +83,8 @@ def refit(
         importance: Width -> weight of its error, relative to that of the start.
         focus: The width of each block that counts most, in place of `importance`.
         table_bytes: Of tables that rows share, see `pw_pipelines.sharing`; None: each has its own.
+        outputs: Second moments of gradients at the blocks' outputs (`pw_pipelines.outputs`), of
+            which codes then take account; None: errors of rows do not cancel.
     """
     hessians = damped(hessians)
     blocks, rows, cols = weights.shape
@@ -90,7 +96,7 @@ def refit(
     codes = book.codes.view(weights.shape)
     levels = torch.cat([book.centroids[b] for b in widths], 1).float().view(blocks, rows, -1)
     room = _at_once(weights.device)
-    if table_bytes is None:  # some rows of all blocks at a time, else some blocks
+    if table_bytes is None and outputs is None:  # some rows of all blocks, else some blocks
         along, count = 1, max(1, room // (blocks * cols))
     else:
         along, count = 0, max(1, room // (rows * cols))
@@ -100,9 +106,11 @@ def refit(
         for part, (own_codes, own_levels, own_weights) in enumerate(zip(*parts, strict=True)):
             some = slice(None) if along else slice(part * count, (part + 1) * count)
             fit = _Fit(
-                own_codes, own_levels, own_weights.float(), hessians[some], widths, table_bytes
-            )
-            fit.run(counts if len(counts) == 1 else counts[some], rounds)
+                own_codes, own_levels, own_weights.float(), hessians[some], widths, table_bytes,
+                outputs,
+            )  # fmt: skip
+            own_counts = counts if len(counts) == 1 else counts[some]
+            fit.run(own_counts, rounds, feed_back=focus is not None)
             fits.append(fit)
     tables = torch.cat([fit.tables for fit in fits], along).flatten(0, 1)
     by_width = dict(zip(widths, torch.split(tables, [1 << b for b in widths], 1), strict=True))
@@ -122,6 +130,23 @@ def focused(widths: Sequence[int], focus: Tensor) -> Tensor:
     """Importance [E, W] of widths [W] for blocks whose focus is [E]."""
     distance = (torch.tensor(widths) - focus.cpu()[:, None]).abs()
     return torch.where(distance == 0, 1.0, torch.where(distance == 1, _NEAR, _FAR))
+
+
+def rows_apart(outputs: Tensor) -> int:
+    """How far rows must be apart to change together, as if the others stood still.
+
+    Such a step falls while the largest eigenvalue of their part of G [N, N], scaled to a diagonal
+    of 1, is below 2.
+    """
+    roots = outputs.diagonal().rsqrt()
+    scaled, rows = roots[:, None] * outputs * roots, len(outputs)
+    apart = -(-rows // _ROWS)
+    while apart < rows:
+        parts = (scaled[first::apart, first::apart] for first in range(apart))
+        if max(float(torch.linalg.eigvalsh(part)[-1]) for part in parts) < _LARGEST:
+            break
+        apart *= 2
+    return min(apart, rows)
 
 
 def refit_operations(weights: int, cols: int, widths: int) -> int:
@@ -175,8 +200,10 @@ class _Fit:
         hessians: Tensor,
         widths: list[int],
         table_bytes: int | None = None,
+        outputs: Tensor | None = None,
     ) -> None:
         self.codes, self.tables = codes.clone(), tables
+        self.outputs = outputs
         self.widths, self.table_bytes = widths, table_bytes
         if table_bytes is not None:
             self.tables = tie(tables, widths, table_bytes, mean=True)
@@ -188,9 +215,14 @@ class _Fit:
         self.before = self.errors()
         self.roots = torch.ones_like(self.before)  # of what a unit of e_b counts, [E, N, W]
 
-    def run(self, importance: Tensor, rounds: int) -> None:
-        """Fit by turns; importance [E or 1, W] is of errors relative to those at the start."""
+    def run(self, importance: Tensor, rounds: int, *, feed_back: bool = False) -> None:
+        """Fit by turns; importance [E or 1, W] is of errors relative to those at the start.
+
+        With `feed_back` the codes start from `round_anew`.
+        """
         self.roots = (importance[:, None] / self.before.clamp_min(_TINY)).sqrt()
+        if feed_back:
+            self.round_anew()
         self.fit_tables()
         for _ in range(rounds):
             self.sweep()
@@ -247,31 +279,81 @@ class _Fit:
             direction = step + _ratio(size, last) * direction
         self.tables = tables
 
+    def round_anew(self) -> None:
+        """Choose all codes once, column by column, each making up for the columns before it.
+
+        What an error leaves to pay depends on the columns to come: here these count as free to
+        follow (GPTQ, arXiv 2210.17323; LDLQ of QuIP), in `sweep` as fixed. With H = V D V^T, V of
+        unit diagonal and upper, column k wants w_k + SUM_(j<k) (w_j - q_j) V_jk. The columns of
+        the largest H_kk come first.
+        """
+        order = self.hessians.diagonal(dim1=1, dim2=2).argsort(1, descending=True)  # [E, K]
+        across = order[:, None].expand_as(self.weights)
+        ordered = self.hessians.gather(1, order[:, :, None].expand_as(self.hessians))
+        ordered = ordered.gather(2, order[:, None].expand_as(self.hessians))
+        factor = torch.linalg.cholesky(ordered.flip(1, 2)).flip(1, 2)
+        factor /= factor.diagonal(dim1=1, dim2=2)[:, None].clone()
+        wanted = self.weights.gather(2, across)[:, :, None].repeat(1, 1, len(self.sizes), 1)
+        codes = self.descend(factor, wanted, torch.zeros_like(wanted))
+        self.codes.scatter_(2, across, codes)
+
     def sweep(self) -> None:
-        """One pass of coordinate descent over the columns of all rows."""
-        blocks, rows, cols = self.weights.shape
-        levels, widths = self.places().levels(self.tables), len(self.sizes)
-        pulls = self.times_hessian(self.weights[:, :, None] - levels)
-        scaled = self.tables * self.roots.index_select(2, self.width_of)
+        """One pass of coordinate descent over the columns of all rows.
+
+        Where errors of rows cancel in what follows, some rows at a time: given the others' errors
+        e_m, row n wants w_n + SUM_(m != n) G_nm e_m / G_nn.
+        """
+        levels = self.places().levels(self.tables)
+        gaps = self.weights[:, :, None] - levels
+        if self.outputs is None:
+            self.codes = self.descend(self.hessians, levels, self.times_hessian(gaps))
+            return
+        blocks, rows, _ = self.weights.shape
+        shares = self.outputs / self.outputs.diagonal()[:, None]
+        apart = rows_apart(self.outputs)
+        for first in range(apart):
+            some = slice(first, None, apart)
+            wanted = (shares[some] @ gaps.view(blocks, rows, -1)).view(blocks, -1, *gaps.shape[2:])
+            pulls = self.times_hessian(wanted)
+            self.codes[:, some] = self.descend(self.hessians, levels[:, some], pulls, some)
+            places = places_of(self.codes[:, some].contiguous(), self.min_bits, len(self.sizes))
+            gaps[:, some] = self.weights[:, some, None] - places.levels(self.tables[:, some])
+
+    def descend(
+        self, matrix: Tensor, levels: Tensor, pulls: Tensor, some: slice = slice(None)
+    ) -> Tensor:
+        """Codes [E, N, K] of some rows, all by default, chosen column by column.
+
+        Args:
+            matrix: [E, K, K]; a change of column j by its row pulls at the columns after j.
+            levels: [E, N, W, K], what the weights have now.
+            pulls: [E, N, W, K], changed in place. Column j wants level + pull / matrix_jj.
+            some: Which rows.
+        """
+        blocks, rows, widths, cols = pulls.shape
+        codes = torch.empty((blocks, rows, cols), dtype=torch.uint8, device=pulls.device)
+        tables, roots = (t[:, some].contiguous() for t in (self.tables, self.roots))
+        scaled = tables * roots.index_select(2, self.width_of)
         flat = pulls.view(blocks, rows * widths, cols)
         for first in range(0, cols, _PART):
             part, after = slice(first, first + _PART), slice(first + _PART, None)
             fallen = []
             for start in range(first, min(first + _PART, cols), _STRIP):
                 strip, later = slice(start, start + _STRIP), slice(start + _STRIP, part.stop)
-                self.codes[:, :, strip], falls = descend(
-                    self.tables,
+                codes[:, :, strip], falls = descend(
+                    tables,
                     scaled,
-                    self.roots,
-                    self.hessians[:, strip, strip],
+                    roots,
+                    matrix[:, strip, strip],
                     levels[..., strip],
                     pulls[..., strip],
                     self.min_bits,
                 )
                 fallen.append(falls.reshape(blocks, rows * widths, -1))
-                flat[..., later].baddbmm_(fallen[-1], self.hessians[:, strip, later])
+                flat[..., later].baddbmm_(fallen[-1], matrix[:, strip, later])
             if part.stop < cols:
-                flat[..., after].baddbmm_(torch.cat(fallen, 2), self.hessians[:, part, after])
+                flat[..., after].baddbmm_(torch.cat(fallen, 2), matrix[:, part, after])
+        return codes
 
 
 def _ratio(above: Tensor, below: Tensor) -> Tensor:

@@ -71,6 +71,7 @@ def test_the_new_artifact_is_whole_says_how_it_was_made_and_loses_less(
     focus = settings.pop("focus")
     assert focus == plan_focus(before, 2.5).settings()
     assert sum(map(len, focus["widths"].values())) == before.geometry.blocks
+    assert settings.pop("gradient_windows") == 32
     assert settings == dict(before.manifest.stages["quantize"].settings)
     assert set(after.manifest.stages) == {"quantize", "moments", "sensitivity", "routing"}
     assert after.digests("quantize") != before.digests("quantize")
