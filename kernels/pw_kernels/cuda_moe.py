@@ -36,6 +36,7 @@ PROMPT_SLOTS = 200  # of each expert, on average: from here blocks are expanded 
 MOST_EXPERTS = 1024  # one thread of `route` each
 _MMA_TOKENS = 8
 _LANES = 32
+_PAIRS_BYTES = {2: 14 << 10, 3: 32 << 10}  # of the tables of a block
 _ROOMY = 160 << 10  # bytes of shared memory for a block, as data centre GPUs have
 
 
@@ -52,6 +53,8 @@ class Tuning:
         pingpong: Two turns of the loop instead of one, so that no register is copied; up to 6 bits.
         queue: As many blocks as the device holds take the items of the list in turn, so that an
             empty list costs little; otherwise an item is a block of the grid.
+        pairs: Up to this width, 3 at most, half of the rows look up two weights at once in shared
+            memory: 14 KB at 2 bits, 32 KB at 3.
     """
 
     split: int
@@ -60,6 +63,7 @@ class Tuning:
     resident: int = 64 << 10
     pingpong: bool = False
     queue: bool = False
+    pairs: int = 2
 
 
 @dataclass(frozen=True)
@@ -117,7 +121,7 @@ def choose_plan(slots: int, experts: int, shared_bytes: int = _ROOMY) -> Plan:
     """The plan for S slots over E experts, on a GPU with that much shared memory for a block."""
     if 2 * slots <= experts:  # few blocks: more warps on each, and one launch for all widths
         return Plan(1, Tuning(4, 2), None, direct=True)
-    if slots <= 4 * experts:
+    if slots <= 5 * experts:
         return Plan(1, Tuning(2, 5), Tuning(4, 2, items=2, pingpong=True, queue=True))
     if shared_bytes < _ROOMY:
         return Plan(2, Tuning(2, 4), Tuning(2, 2, items=2, queue=True))
@@ -166,7 +170,7 @@ def fused_moe(
         )  # fmt: skip
     if plan is None:
         plan = choose_plan(count, experts, nvrtc.shared_bytes(device.index or 0))
-    direct = plan.direct and tokens == 1 and top_k <= _LANES
+    direct = plan.direct and tokens == 1
     modules = (gate_up, down)
     if direct:
         routed = _unlisted(topk_ids, topk_weights, gate_up, live)
@@ -256,7 +260,7 @@ def _launch_classes(
             **defines, "CLASS": number, "LOW": low, "HIGH": high, "NT": plan.token_tiles,
             "WK": tuning.split, "ITEMS": items, "BLOCKS": tuning.blocks,
             "TABLE_BITS": plan.register_bits + 1, "FIRST": first, "RESIDENT": tuning.resident,
-            "PINGPONG": int(tuning.pingpong),
+            "PINGPONG": int(tuning.pingpong), "PAIR_BITS": tuning.pairs,
             "HALVED": int(halved), "QUEUED": 0, "SHARED_BASE": nvrtc.reserved_shared_bytes(index),
         }  # fmt: skip
         shared = max(_shared_bytes(b, plan, tuning) for b in range(low, high + 1))
@@ -283,7 +287,7 @@ def _shared_bytes(bits: int, plan: Plan, tuning: Tuning) -> int:
     warps, tokens = 2 * tuning.split, plan.token_tiles
     parts = warps * tokens * 1024
     if bits <= plan.register_bits:
-        spread = 4096 if bits == 4 else 0
+        spread = 4096 if bits == 4 else _PAIRS_BYTES[bits] if bits <= tuning.pairs else 0
         return spread + warps * 2 * (bits * 512 + tokens * 2048)
     tiles = 1
     while (

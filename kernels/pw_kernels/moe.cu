@@ -17,6 +17,7 @@
 //   FIRST         1: the first launch of its module, which waits for what the launches before it wrote
 //   QUEUED        0: a block for each item of each group; else the byte of shared memory that holds a block's next item:
 //                 the grid is as large as the device, and blocks take the items of their list in turn
+//   PAIR_BITS     widths up to this one, 3 at most, look up pairs of weights in half of the rows: 14 KB at 2 bits, 32 at 3
 //   TABLE_BITS    first width whose tables lie in shared memory;  SHARED_BASE: where dynamic shared memory begins
 //
 // The matrix unit multiplies weights [16 rows x 16 k] by tokens [16 k x 8]: a lane decodes the words that it
@@ -28,6 +29,9 @@
 #endif
 #ifndef QUEUED
 #define QUEUED 0
+#endif
+#ifndef PAIR_BITS
+#define PAIR_BITS 0
 #endif
 
 #include "common.cuh"
@@ -238,8 +242,18 @@ template <int OFFSET> DI u32 entry(u32 at) { u32 d; asm volatile("ld.shared.u16 
 template <int AT> DI void look_shared(u32 even, u32 odd, u32 lane4, u32* h) {
   UNROLL for (int q = 0; q < 4; q++) h[q] = mad(entry<AT>(prmt(odd, lane4, 0x5504 + q * 16)), 65536u, entry<AT>(prmt(even, lane4, 0x5504 + q * 16)));
 }
-// Rows r + 8i. At 4 bits those with odd i look up in shared memory, to relieve the ALU: MIXED.
-template <int B> constexpr bool MIXED = B == 4;
+// Two weights at once, whose codes are the nibbles of a byte.
+template <int OFFSET> DI u32 pair_entry(u32 at) { u32 d; asm volatile("ld.shared.u32 %0,[%1+%2];" : "=r"(d) : "r"(at), "n"(SHARED_BASE + OFFSET)); return d; }
+template <int AT> DI void look_pairs(u32 codes, u32 lane4, u32* h) {
+  UNROLL for (int q = 0; q < 4; q++) h[q] = pair_entry<AT>(prmt(codes, lane4, 0x5504 + q * 16));
+}
+// Rows r + 8i. Those with odd i look up in shared memory, to relieve the ALU: single weights at 4 bits, SINGLES, two at a time
+// below, PAIRS. A table of pairs has its entry for codes c and d of row r + 8 + 16j at byte (16 * d + c + (j << B)) * 256 +
+// 128 * half + 16 * r, four times; so the tables for j = 1 lie where no code of j = 0 leads.
+template <int B> constexpr bool SINGLES = B == 4;
+template <int B> constexpr bool PAIRS = !EXPAND && B <= PAIR_BITS;
+template <int B> constexpr bool MIXED = SINGLES<B> || PAIRS<B>;
+template <int B> constexpr int SPREAD = PAIRS<B> ? (B == 2 ? 56 : 128) * 256 : SINGLES<B> ? 4096 : 0;  // bytes of such tables
 template <int B, int ROW_BLOCKS> struct Merged {                // what slots share: planes 0 and 1; planes 2 and 3, or 2 alone
   u32 pair[2 * ROW_BLOCKS][2], more[2 * ROW_BLOCKS][2];
   DI Merged(const u32 (*words)[2 * ROW_BLOCKS]) {
@@ -247,7 +261,7 @@ template <int B, int ROW_BLOCKS> struct Merged {                // what slots sh
       UNROLL for (int odd = 0; odd < 2; odd++) {
         u32 mask = odd ? ~M2 : M2;
         pair[i][odd] = choose(words[0][i], words[1][i], mask);
-        if constexpr (MIXED<B>) more[i][odd] = i & 1 ? choose(words[2][i], words[3][i], mask) : words[2][i] & mask;
+        if constexpr (SINGLES<B>) more[i][odd] = i & 1 ? choose(words[2][i], words[3][i], mask) : words[2][i] & mask;
         else if constexpr (B > 2) more[i][odd] = words[2][i] & mask;
       }
   }
@@ -259,7 +273,9 @@ DI void decode_low(const Table<B>* table, const u32 (*words)[2 * ROW_BLOCKS], co
     u32 t = merged.pair[i][S & 1], u = 0, h[4];
     if constexpr (B == 2) t &= rotl(M3, S);
     else t = choose(t, merged.more[i][S & 1], rotl(M3, S));
-    if (MIXED<B> && (i & 1)) {
+    if (PAIRS<B> && (i & 1)) {
+      if (i & 2) look_pairs<(256 << B)>(rotr<S>(t), lane4, h); else look_pairs<0>(rotr<S>(t), lane4, h);
+    } else if (SINGLES<B> && (i & 1)) {
       u32 even = rotr<S>(t & rotl(0x0F0F0F0Fu, S)), odd = rotr<S + 4>(t & rotl(0xF0F0F0F0u, S));
       if (i & 2) look_shared<2>(even, odd, lane4, h); else look_shared<0>(even, odd, lane4, h);
     } else {
@@ -284,7 +300,7 @@ template <int B> DI int run_low(const Arguments& a, int4 work, int item, unsigne
   constexpr int ROW_BLOCKS = HALVED ? 1 : 2, TABLE = (32 << B) * ROW_BLOCKS, PLANE = 256 * ROW_BLOCKS, STAGE = B * PLANE + NT * 2048;
   int thread = this_thread(), lane = thread & 31, warp = thread >> 5, wk = warp % WK, half = warp / WK, group = work.x, expert = work.y;
   int pair = HALVED ? item >> 1 : item, block = HALVED ? item & 1 : 0, tile = row_tile(pair, half) * COL_TILES;
-  unsigned char* stages = shared + (MIXED<B> ? 4096 : 0);
+  unsigned char* stages = shared + SPREAD<B>;
   unsigned char* tables = stages + STAGE;                      // raw entries [2 halves], in a stage that is used later
   float* parts = reinterpret_cast<float*>(stages);             // sums, in stages that are used no more
   stages += warp * 2 * STAGE;
@@ -317,7 +333,7 @@ template <int B> DI int run_low(const Arguments& a, int4 work, int item, unsigne
   UNROLL for (int i = 0; i < 2 * ROW_BLOCKS; i++)
     if (!MIXED<B> || i % 2 == 0)
       table[MIXED<B> ? i / 2 : i].read(reinterpret_cast<const u32*>(tables + half * TABLE + ((lane >> 2) + i * 8) * (2 << B)));
-  if constexpr (MIXED<B>)                                      // rows r + 8 (low half) and r + 24: two entries of a row, four copies
+  if constexpr (SINGLES<B>)                                    // rows r + 8 (low half) and r + 24: two entries of a row, four copies
     for (int i = thread; i < 128; i += 32 * WARPS) {
       int r = i & 7, two = i >> 3 & 7, h = i >> 6;
       const u32* from = reinterpret_cast<const u32*>(tables + h * TABLE) + (r + 8) * 8 + two;
@@ -326,6 +342,17 @@ template <int B> DI int run_low(const Arguments& a, int4 work, int item, unsigne
       u32 v = prmt(upper, lower, 0x5410), w = prmt(upper, lower, 0x7632);
       *reinterpret_cast<uint4*>(at) = make_uint4(v, v, v, v);
       *reinterpret_cast<uint4*>(at + 256) = make_uint4(w, w, w, w);
+    }
+  if constexpr (PAIRS<B>)                                      // a second code d with all first codes c
+    for (int i = thread; i < 16 * ROW_BLOCKS << B; i += 32 * WARPS) {
+      int r = i & 7, d = i >> 3 & (1 << B) - 1, h = i >> (3 + B) & 1, j = i >> (4 + B);
+      const unsigned char* from = tables + h * TABLE + (r + 8 + 16 * j) * (2 << B);
+      u32 second = reinterpret_cast<const u16*>(from)[d];
+      unsigned char* at = shared + (16 * d + (j << B)) * 256 + h * 128 + r * 16;
+      UNROLL for (int c = 0; c < 1 << B; c++) {
+        u32 v = prmt(reinterpret_cast<const u32*>(from)[c / 2], second, c & 1 ? 0x5432 : 0x5410);
+        *reinterpret_cast<uint4*>(at + c * 256) = make_uint4(v, v, v, v);
+      }
     }
   __syncthreads();
   float acc[ROW_BLOCKS][NT][4];
@@ -625,20 +652,10 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) experts(Argumen
   if (FIRST && GATED) wait_for_earlier();
   if (!FIRST || GATED) let_next_begin();
   if ((u32)__cvta_generic_to_shared(dynamic) != SHARED_BASE) __trap();
-  // The slots' experts, the widest first: their blocks take longest. Lane j knows slot j.
-  int lane = threadIdx.x & 31, bits = -1, offset = 0;
-  long long id = lane < TOP_K ? d.ids[lane] : -1;
-  if (d.live && d.live[0] < 1) id = -1;
-  int expert = id >= 0 && id < d.experts ? (int)id : -1;
-  if (expert >= 0) { bits = d.bits[expert]; offset = d.offsets[expert]; }
-  int rank = lane < TOP_K ? 0 : -1;
-  UNROLL for (int j = 0; j < TOP_K; j++) {
-    int other = __shfl_sync(~0u, bits, j);
-    if (lane < TOP_K) rank += other > bits || (other == bits && j < lane);
-  }
-  int slot = __ffs(__ballot_sync(~0u, rank == (int)blockIdx.y)) - 1;
-  int4 work = make_int4(slot, __shfl_sync(~0u, expert, slot), __shfl_sync(~0u, bits, slot), __shfl_sync(~0u, offset, slot));
-  bool none = work.y < 0;
+  int slot = blockIdx.y;
+  long long expert = d.ids[slot];
+  bool none = expert < 0 || expert >= d.experts || (d.live && d.live[0] < 1);
+  int4 work = none ? make_int4(0, -1, 0, 0) : make_int4(slot, (int)expert, d.bits[expert], d.offsets[expert]);
   int each = HALVED && work.z >= TABLE_BITS ? 2 : 1, item = blockIdx.x / each;
   if (work.y >= 0 && item * each == (int)blockIdx.x) run(a, work, item);
   if (FIRST && GATED && d.statistics && blockIdx.x == 0 && threadIdx.x == 0 && !none) count(a, d, slot);

@@ -42,25 +42,34 @@ extern "C" __global__ void __launch_bounds__(THREADS) route(Routing a) {
   __shared__ u64 mass[EXPERTS], square[EXPERTS];
   __shared__ int listed[2][9], all;                             // groups of each module and width
   LET_NEXT_BEGIN();
-  for (int e = threadIdx.x; e < EXPERTS; e += THREADS) { counts[e] = 0; mass[e] = 0; square[e] = 0; }
-  for (int i = threadIdx.x; i < a.groups * TOKENS; i += THREADS) a.slots[i] = a.slot_count;
-  for (int i = threadIdx.x; i < a.progress_count; i += THREADS) a.progress[i] = 0;
-  for (int i = threadIdx.x; i < 2 * 9; i += THREADS) listed[i / 9][i % 9] = 0;
-  if (threadIdx.x == 0) all = 0;
+  // All that a thread will need of its expert and of its first slot, at once; any others are read when it is their turn.
+  int e = threadIdx.x, width[2] = {0, 0}, offset[2] = {0, 0}, count = a.slot_count;
+  long long id = e < a.slot_count ? a.ids[e] : -1;
+  float weight = a.statistics && e < a.slot_count ? a.weights[e] : 0.0f;
+  UNROLL for (int m = 0; m < 2; m++)
+    if (e < EXPERTS) { width[m] = min(max(a.bits[m][e], 0), 8); offset[m] = a.offsets[m][e]; }
+  if (a.live) count = min(a.live[0] * TOP_K, a.slot_count);
+  if (e >= count) id = -1;
+  for (int i = e; i < EXPERTS; i += THREADS) { counts[i] = 0; mass[i] = 0; square[i] = 0; }
+  for (int i = e; i < a.groups * TOKENS; i += THREADS) a.slots[i] = a.slot_count;
+  for (int i = e; i < a.progress_count; i += THREADS) a.progress[i] = 0;
+  for (int i = e; i < 2 * 9; i += THREADS) listed[i / 9][i % 9] = 0;
+  if (e == 0) all = 0;
   __syncthreads();
-  int count = a.live ? min(a.live[0] * TOP_K, a.slot_count) : a.slot_count;
-  for (int s = threadIdx.x; s < count; s += THREADS) {
-    long long e = a.ids[s];
-    if (e < 0 || e >= EXPERTS) continue;
-    a.ranks[s] = atomicAdd(&counts[e], 1);
+  auto add = [&](long long expert, double mine) {               // the slot's rank
     if (a.statistics) {
-      double weight = a.weights[s];
-      atomicAdd(&mass[e], (u64)__double2ll_rn(weight * 4294967296.0));
-      atomicAdd(&square[e], (u64)__double2ll_rn(weight * weight * 4294967296.0));
+      atomicAdd(&mass[expert], (u64)__double2ll_rn(mine * 4294967296.0));
+      atomicAdd(&square[expert], (u64)__double2ll_rn(mine * mine * 4294967296.0));
     }
+    return (int)atomicAdd(&counts[expert], 1);
+  };
+  int rank = id >= 0 && id < EXPERTS ? add(id, weight) : 0;
+  for (int s = e + THREADS; s < count; s += THREADS) {
+    long long expert = a.ids[s];
+    if (expert >= 0 && expert < EXPERTS) a.ranks[s] = add(expert, a.statistics ? a.weights[s] : 0.0f);
   }
   __syncthreads();
-  int e = threadIdx.x, width[2], place[2], start = 0, mine = e < EXPERTS ? (counts[e] + TOKENS - 1) / TOKENS : 0;
+  int place[2], start = 0, mine = e < EXPERTS ? (counts[e] + TOKENS - 1) / TOKENS : 0;
   if (e < EXPERTS) {
     if (a.counts) a.counts[e] = counts[e];
     if (a.statistics) {
@@ -70,10 +79,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) route(Routing a) {
   }
   if (mine) {
     first[e] = start = atomicAdd(&all, mine);
-    UNROLL for (int m = 0; m < 2; m++) {
-      width[m] = min(max(a.bits[m][e], 0), 8);
-      place[m] = atomicAdd(&listed[m][width[m]], mine);
-    }
+    UNROLL for (int m = 0; m < 2; m++) place[m] = atomicAdd(&listed[m][width[m]], mine);
   }
   __syncthreads();
   if (mine)
@@ -81,15 +87,16 @@ extern "C" __global__ void __launch_bounds__(THREADS) route(Routing a) {
       int high = width[m] > a.threshold;
       for (int b = high ? 8 : min(a.threshold, 8); b > width[m]; b--) place[m] += listed[m][b];
       int4* list = a.work[m] + high * a.groups + place[m];
-      for (int i = 0; i < mine; i++) list[i] = make_int4(start + i, e, width[m], a.offsets[m][e]);
+      for (int i = 0; i < mine; i++) list[i] = make_int4(start + i, e, width[m], offset[m]);
     }
   UNROLL for (int m = 0; m < 2; m++) {                          // the rest of the lists
     int used[2] = {0, 0};
     UNROLL for (int b = 0; b <= 8; b++) used[0] += b > a.threshold ? 0 : listed[m][b], used[1] += b > a.threshold ? listed[m][b] : 0;
     UNROLL for (int high = 0; high < 2; high++)
-      for (int i = used[high] + (int)threadIdx.x; i < a.groups; i += THREADS) a.work[m][high * a.groups + i] = make_int4(0, -1, 0, 0);
+      for (int i = used[high] + e; i < a.groups; i += THREADS) a.work[m][high * a.groups + i] = make_int4(0, -1, 0, 0);
   }
-  for (int s = threadIdx.x; s < count; s += THREADS) {
+  if (id >= 0 && id < EXPERTS) a.slots[first[id] * TOKENS + rank] = e;
+  for (int s = e + THREADS; s < count; s += THREADS) {
     long long expert = a.ids[s];
     if (expert >= 0 && expert < EXPERTS) a.slots[first[expert] * TOKENS + a.ranks[s]] = s;
   }
@@ -111,14 +118,16 @@ extern "C" __global__ void __launch_bounds__(256) combine(const float4* results,
                                                           const int* live) {
   int column = blockIdx.x * 256 + threadIdx.x;
   if (column >= width / 4) return;
+  bool routed[TOP_K];                                           // the slots that have a result
+  UNROLL for (int j = 0; j < TOP_K; j++) {
+    long long e = ids[(u64)blockIdx.y * TOP_K + j];
+    routed[j] = e >= 0 && e < EXPERTS && !(live && (int)blockIdx.y >= live[0]);
+  }
   WAIT_FOR_EARLIER();
   float4 sum = make_float4(0, 0, 0, 0);
-  int experts = live && (int)blockIdx.y >= live[0] ? 0 : TOP_K;
-  for (int j = 0; j < experts; j++) {
-    u64 slot = (u64)blockIdx.y * TOP_K + j;
-    long long e = ids[slot];
-    if (e < 0 || e >= EXPERTS) continue;
-    float4 v = __ldcs(results + slot * (width / 4) + column);
+  UNROLL for (int j = 0; j < TOP_K; j++) {
+    if (!routed[j]) continue;
+    float4 v = __ldcs(results + ((u64)blockIdx.y * TOP_K + j) * (width / 4) + column);
     sum.x += v.x; sum.y += v.y; sum.z += v.z; sum.w += v.w;
   }
   out[(u64)blockIdx.y * (width / 4) + column] = make_ushort4(narrow(sum.x), narrow(sum.y), narrow(sum.z), narrow(sum.w));

@@ -51,7 +51,7 @@ FORMS: list[dict[str, int]] = [
     },
     {"GATED": 0, "ROWS": 1000, "COLS": 712, "ROW_TILES": 32, "COL_TILES": 6, "BIAS": 1},
     {"NT": 8, "KIND": 2},
-    {"DIRECT": 1, "HALVED": 1, "HIGH": 8},
+    {"DIRECT": 1, "HALVED": 1, "HIGH": 8, "PAIR_BITS": 3},
     {"EXPAND": 1, "HIGH": 8},
 ]
 

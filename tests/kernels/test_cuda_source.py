@@ -24,7 +24,7 @@ _HIDDEN_PAIRS = 3  # pairs of row tiles of gate_up
 SOURCE = CudaSource("moe.cu", "cuda_on_cpu.h", [  # defined by cuda_on_cpu.h
     "mad_wide", "load_stream", "load_written", "wait_for_earlier",
     "let_next_begin", "load_acquire", "add_release", "this_thread", "rest", "copy_async",
-    "copy_async8", "commit", "wait", "entry",
+    "copy_async8", "commit", "wait", "entry", "pair_entry",
 ])  # fmt: skip
 ROUTING = CudaSource("routing.cu", "cuda_on_cpu.h", ["narrow"], common=False)
 
@@ -54,7 +54,7 @@ def blocks(rows: int, cols: int) -> tuple[torch.Tensor, WeightPages, dict[str, i
     placed = testing.random_blocks(arena, rows, cols, WIDTHS)
     constants = {
         "FLOAT16": 0, "KIND": 0, "BIAS": 0, "CLASS": 0, "LOW": 2, "HIGH": 8, "NT": 1, "WK": 4,
-        "ITEMS": 1, "BLOCKS": 1, "DIRECT": 0, "HALVED": 0,
+        "ITEMS": 1, "BLOCKS": 1, "DIRECT": 0, "HALVED": 0, "PAIR_BITS": 3,
         "TABLE_BITS": 5, "EXPAND": 0, "FIRST": 1, "RESIDENT": 65536, "PINGPONG": 1,
         "ROWS": rows, "COLS": cols, "ROW_TILES": -(-rows // 32),
         "COL_TILES": -(-cols // 128), "PLANES": placed.plane_pages.shape[1],
@@ -120,7 +120,7 @@ class Case:
     "constants",
     [
         {},
-        {"NT": 2, "WK": 2, "HIGH": 4},
+        {"NT": 2, "WK": 2, "HIGH": 4, "PAIR_BITS": 0},
         {"ITEMS": 2, "LOW": 5},
         {"ITEMS": 2, "LOW": 5, "QUEUED": 200 << 10},
     ],
@@ -217,6 +217,21 @@ def test_groups_are_listed_by_class_the_widest_first(tmp_path: Path, threshold: 
         assert sorted(s for s in listed_slots if s < count) == [
             slot for slot, expert in enumerate(real.tolist()) if expert < experts
         ]
+
+
+def test_results_of_a_token_are_added_up(tmp_path: Path) -> None:
+    experts, top_k, tokens, live, width = 5, 3, 6, 4, 1032
+    ids = torch.rand(tokens, experts + 1).argsort(1)[:, :top_k].contiguous()  # 5 is no expert
+    results, valid = torch.randn(tokens, top_k, width), torch.tensor([live], dtype=torch.int32)
+    out = torch.full((tokens, width), torch.nan).bfloat16()
+    defines = {"EXPERTS": experts, "TOKENS": 8, "TOP_K": top_k, "THREADS": 128, "FLOAT16": 0}
+    kinds = (("const float4", results), ("const long long", ids), ("ushort4", out))
+    given = ", ".join(f"({kind}*){tensor.data_ptr()}ull" for kind, tensor in kinds)
+    call = f"combine({given}, {width}, (const int*){valid.data_ptr()}ull);"
+    ROUTING.compile(tmp_path, call, defines).run(None, -(-width // 1024), tokens, 256)
+    want = (results * (ids < experts)[:, :, None]).sum(1)
+    want[live:] = 0
+    torch.testing.assert_close(out.float(), want.bfloat16().float(), rtol=1e-2, atol=1e-3)
 
 
 @pytest.mark.parametrize("gated", [True, False])

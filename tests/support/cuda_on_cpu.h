@@ -106,4 +106,5 @@ inline void copy_async8(u32 to, u64 from) {
 }
 inline void commit() {}
 template <int PENDING> void wait() {}
+template <int OFFSET> u32 pair_entry(u32 address) { return at<u32>((u64)dynamic + address + OFFSET); }
 template <int OFFSET> u32 entry(u32 address) { return at<u16>((u64)dynamic + address + OFFSET); }
