@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
@@ -126,15 +127,38 @@ def _tiny_artifact(quiet: bool) -> Path:
     made_here = Path("artifacts") / f"{TINY}.pw"
     path = cache_home() / __version__ / f"{TINY}.pw"
     for place in (made_here, path):
-        if (place / "residuals.zarr").is_dir():  # what its last stage writes
+        if _is_finished(place):
             return place
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock = path.with_suffix(".once").open("w")
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write the cache `{path.parent}`: {error.strerror}",
+            "name another folder in PW_HOME",
+        ) from error
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if not quiet:
+                print(f"another process calibrates the bundled model into {path}", file=sys.stderr)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        if not _is_finished(path):
+            _calibrate_tiny(path, quiet)
+    return path
+
+
+def _is_finished(artifact: Path) -> bool:
+    return (artifact / "residuals.zarr").is_dir()  # what its last stage writes
+
+
+def _calibrate_tiny(path: Path, quiet: bool) -> None:
     if not quiet:
         print(
             f"calibrating the bundled model once, half a minute on two idle cores, into {path}",
             file=sys.stderr,
         )
-    path.parent.mkdir(parents=True, exist_ok=True)
     common = Common(quiet=quiet)
     build(TINY, path, Widths(), Calibration(), common)
     fit(path, common)
-    return path

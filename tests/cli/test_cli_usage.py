@@ -1,15 +1,18 @@
 """Exit codes and messages of what users get wrong, through the real runner."""
 
 import socket
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from pw import __version__
-from pw.cli import app
+from pw.cli import app, locate
 from pw.cli.options import Planner, Runtime
 from pw.errors import ModelError
 from support.cli import run
+from support.patience import PATIENCE
 
 COMMANDS = [
     *("calibrate", "quantize", "sensitivity", "trace", "tune", "fit-residuals", "run"),
@@ -300,3 +303,42 @@ def test_defaults_of_the_flags_are_those_of_the_settings() -> None:
 
     assert Runtime().config(Planner()) == EngineConfig()
     assert Widths().config(Calibration()) == QuantizeConfig(calibration=CalibrationConfig())
+
+
+def test_the_bundled_model_is_calibrated_once_whoever_asks(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PW_HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    begun, go_on = threading.Event(), threading.Event()
+    built: list[Path] = []
+
+    def build(_model: str, path: Path, *_: object) -> None:
+        built.append(path)
+        begun.set()
+        assert go_on.wait(PATIENCE)
+
+    monkeypatch.setattr(locate, "build", build)
+    monkeypatch.setattr(
+        locate, "fit", lambda path, _: (path / "residuals.zarr").mkdir(parents=True)
+    )
+    with ThreadPoolExecutor() as pool:
+        first = pool.submit(locate.artifact_path, "tiny", quiet=True)
+        assert begun.wait(PATIENCE)
+        second = pool.submit(locate.artifact_path, "tiny", quiet=True)
+        with pytest.raises(TimeoutError):
+            second.result(0.1)
+        go_on.set()
+        assert first.result(PATIENCE) == second.result(PATIENCE) == built[0]
+    assert len(built) == 1
+
+
+def test_a_cache_that_cannot_be_written_is_named_with_its_variable(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PW_HOME", "/proc/nothing")
+    monkeypatch.chdir(tmp_path)
+    done = run("inspect", "tiny")
+    assert done.code == 2
+    assert "error: cannot write the cache `/proc/nothing/" in done.err
+    assert "hint: name another folder in PW_HOME" in done.err
