@@ -11,9 +11,9 @@ import ctypes
 import hashlib
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -61,12 +61,10 @@ class Kernel:
         """
         with self._loading:
             if self._function is None:
-                code = machine_code(*self._what)
-                _enter(self._device)
-                self._library = _check(driver.cuModuleLoadData(code))
-                self._function = _check(
-                    driver.cuModuleGetFunction(self._library, self._name.encode())
-                )
+                code, name = machine_code(*self._what), self._name.encode()
+                with _current(self._device):
+                    self._library = _check(driver.cuModuleLoadData(code))
+                    self._function = _check(driver.cuModuleGetFunction(self._library, name))
         return self._function
 
     def attribute(self, name: str) -> int:
@@ -98,11 +96,6 @@ class Kernel:
             rehearsal.note(self)
             return
         function = self.load() if self._function is None else self._function
-        _enter(self._device)
-        if shared_bytes > self._shared:
-            limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-            _check(driver.cuFuncSetAttribute(function, limit, shared_bytes))
-            self._shared = shared_bytes
         pointers = (ctypes.c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
         config = driver.CUlaunchConfig()
         config.gridDimX, config.gridDimY, config.gridDimZ = (*grid, 1, 1)[:3]
@@ -111,7 +104,12 @@ class Kernel:
         config.hStream = torch.cuda.current_stream(self._device).cuda_stream
         if overlap and self._overlaps:
             config.attrs, config.numAttrs = [_overlap()], 1
-        _check(driver.cuLaunchKernelEx(config, function, ctypes.addressof(pointers), 0))
+        with _current(self._device):
+            if shared_bytes > self._shared:
+                limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+                _check(driver.cuFuncSetAttribute(function, limit, shared_bytes))
+                self._shared = shared_bytes
+            _check(driver.cuLaunchKernelEx(config, function, ctypes.addressof(pointers), 0))
 
 
 class Rehearsal:
@@ -237,12 +235,28 @@ def compile_source(source: str, defines: Mapping[str, Define], capability: int) 
     return code
 
 
-def _enter(device: int) -> None:
-    """Make the device's primary context current in this thread, as torch's own calls do."""
-    if getattr(_thread, "device", None) != device:
-        torch.cuda.init()  # type: ignore[no-untyped-call]
-        _check(driver.cuCtxSetCurrent(_check(driver.cuDevicePrimaryCtxRetain(device))))
-        _thread.device = device
+@contextmanager
+def _current(device: int) -> Iterator[None]:
+    """Inside, a device's primary context is current in this thread, as in torch's own calls.
+
+    Torch makes another current whenever it works on another device, so it is looked up each time.
+    """
+    own, before = _context(device), _check(driver.cuCtxGetCurrent())
+    if int(before) == int(own):
+        yield
+        return
+    _check(driver.cuCtxSetCurrent(own))
+    try:
+        yield
+    finally:
+        if int(before):
+            _check(driver.cuCtxSetCurrent(before))
+
+
+@cache
+def _context(device: int) -> Any:
+    torch.cuda.init()  # type: ignore[no-untyped-call]
+    return _check(driver.cuDevicePrimaryCtxRetain(device))
 
 
 def _check(result: tuple[Any, ...]) -> Any:

@@ -19,6 +19,7 @@ from pw.engine.sampling.sampler import Sampler
 from pw.engine.scheduler import Forecast
 from pw.engine.sequence import Chunk, Sequence
 from pw.engine.start.build import Parts
+from pw.engine.start.ground import use_device
 
 
 class Launcher:
@@ -54,6 +55,7 @@ class Launcher:
 
     def next(self) -> Flight | None:
         """The step to be read next: the one on its way, or a new one; None when nothing can run."""
+        use_device(self._parts.skeleton.device)  # the engine may have been built by another thread
         flight, self._ahead = self._ahead, None
         if flight is not None:
             return flight

@@ -1,6 +1,7 @@
 """Kernels compiled before they are launched, beside one another. Needs no GPU and no compiler."""
 
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,8 +18,25 @@ class Driver:
 
     def __init__(self) -> None:
         self.launches = 0
+        self.seen: list[tuple[str, int]] = []  # what was asked for in which context
+        self._thread = threading.local()
+
+    @property
+    def context(self) -> int:
+        return getattr(self._thread, "context", 0)
+
+    def cuDevicePrimaryCtxRetain(self, device: int) -> tuple[int, int]:
+        return 0, 100 + device
+
+    def cuCtxGetCurrent(self) -> tuple[int, int]:
+        return 0, self.context
+
+    def cuCtxSetCurrent(self, context: int) -> tuple[int]:
+        self._thread.context = context
+        return (0,)
 
     def cuModuleLoadData(self, code: bytes) -> tuple[int, bytes]:
+        self.seen.append(("load", self.context))
         return 0, code
 
     def cuModuleGetFunction(self, library: bytes, name: bytes) -> tuple[int, bytes]:
@@ -29,20 +47,23 @@ class Driver:
 
     def cuLaunchKernelEx(self, *_: object) -> tuple[int]:
         self.launches += 1
+        self.seen.append(("launch", self.context))
         return (0,)
 
 
 @pytest.fixture
-def driver(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Driver:
+def driver(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Driver]:
     driver = Driver()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(nvrtc, "driver", driver)
-    monkeypatch.setattr(nvrtc, "_enter", lambda _: None)
+    monkeypatch.setattr(nvrtc.torch.cuda, "init", lambda: None)
+    nvrtc._context.cache_clear()
     monkeypatch.setattr(nvrtc.torch.cuda, "get_device_capability", lambda _: (9, 0))
     stream = SimpleNamespace(cuda_stream=0)
     monkeypatch.setattr(nvrtc.torch.cuda, "current_stream", lambda _: stream)
     monkeypatch.setattr(nvrtc.os, "sched_getaffinity", lambda _: range(2), raising=False)
-    return driver
+    yield driver
+    nvrtc._context.cache_clear()
 
 
 def make(*numbers: int) -> list[Any]:
@@ -101,3 +122,19 @@ def test_other_threads_launch_during_a_rehearsal(
         other.start()
         other.join()
     assert driver.launches == 1
+
+
+def test_a_kernel_of_another_device_is_loaded_and_launched_in_its_context(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nvrtc, "compile_source", lambda *_: b"code")
+    one, other = (nvrtc.Kernel("routing.cu", "route", {"NUMBER": 7}, device) for device in (0, 1))
+    driver.cuCtxSetCurrent(100)  # as torch leaves it
+    with nvrtc.Rehearsal():
+        other.launch((1,), 32, 0)
+    for kernel in (other, one, other):
+        kernel.launch((1,), 32, 0)
+        assert driver.context == 100
+    assert driver.seen == [
+        ("load", 101), ("launch", 101), ("load", 100), ("launch", 100), ("launch", 101),
+    ]  # fmt: skip

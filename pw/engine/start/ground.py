@@ -129,7 +129,9 @@ def device_of(config: EngineConfig, rank: int = 0) -> torch.device:
     if not torch.cuda.is_available():
         raise ConfigError("no CUDA device is to be had: `--device cuda`", "use `--device cpu`")
     if size == 1:
-        return torch.device(name)
+        device = torch.device(name)
+        use_device(device)
+        return device
     found = torch.cuda.device_count()
     if name != "cuda" or found < size:
         raise ConfigError(
@@ -137,5 +139,12 @@ def device_of(config: EngineConfig, rank: int = 0) -> torch.device:
             f"`--device {name}`",
             "use a smaller --tensor-parallel-size, or choose devices with CUDA_VISIBLE_DEVICES",
         )
-    torch.cuda.set_device(rank)
-    return torch.device("cuda", rank)
+    device = torch.device("cuda", rank)
+    use_device(device)
+    return device
+
+
+def use_device(device: torch.device) -> None:
+    """Make a GPU this thread's: kernels that Triton compiles run where the thread is."""
+    if device.type == "cuda" and device.index is not None:
+        torch.cuda.set_device(device)
