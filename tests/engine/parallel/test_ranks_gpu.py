@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
+import subprocess
+import sys
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +25,7 @@ from pw.logs import LogSettings
 from pw.serving.process.engine_process import EngineProcess
 from pw.serving.process.remote import RemoteEngine
 from support.engines import make_artifact, open_engine, random_prompt
+from support.one_gpu import WHERE, answers
 from support.remote import alive, until
 from tests.engine.parallel import test_lost_rank
 
@@ -27,9 +33,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
 ]
-WHERE: dict[str, Any] = {"device": "cuda", "dtype": "float32"}
 TWO: dict[str, Any] = {"tensor_parallel_size": 2, "collective_timeout": 30.0}
-LENGTHS = (45, 1, 17, 30, 2, 64, 9)
 
 
 @pytest.fixture(scope="module")
@@ -37,32 +41,26 @@ def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_artifact("qwen2_moe", tmp_path_factory.mktemp("shared"))[1]
 
 
-def answers(engine: Engine) -> list[list[int]]:
-    """Tokens of greedy and sampled requests that end at different times."""
-    params = [
-        SamplingParams(
-            temperature=0.8 * (seed % 2), seed=seed, max_tokens=6 + 5 * (seed % 4), ignore_eos=True
-        )
-        for seed in range(len(LENGTHS))
-    ]
-    prompts = [random_prompt(length, seed) for seed, length in enumerate(LENGTHS)]
-    done = engine.generate(prompts, params)
-    engine.check_integrity()
-    assert [one.error for one in done] == [None] * len(done)
-    return [one.token_ids for one in done]
-
-
 @pytest.fixture(scope="module")
-def expected(artifact: Path) -> list[list[int]]:
-    engine = open_engine(artifact, "static:4", enforce_eager=True, **WHERE)
-    tokens = answers(engine)
-    engine.close()
-    return tokens
+def expected(artifact: Path) -> Iterator[Callable[[], list[list[int]]]]:
+    """The tokens of one GPU, from a process that starts while the ranks do."""
+    command = [sys.executable, "-m", "support.one_gpu", str(artifact)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        out = child.stdout
+
+        @cache
+        def tokens() -> list[list[int]]:
+            found: list[list[int]] = json.loads(out.read().splitlines()[-1])
+            return found
+
+        yield tokens
+        child.kill()
 
 
 @pytest.mark.parametrize("by_expert", [False, True], ids=["slices", "experts"])
 def test_two_gpus_give_the_tokens_of_one_and_move_bits_alike(
-    artifact: Path, expected: list[list[int]], by_expert: bool
+    artifact: Path, expected: Callable[[], list[list[int]]], by_expert: bool
 ) -> None:
     """Prompts by calls, decode steps from graphs; under pressure both page tables are the same.
 
@@ -75,7 +73,7 @@ def test_two_gpus_give_the_tokens_of_one_and_move_bits_alike(
         assert engine._parts.runner.steps is not None
         engine.set_policy("static:4")
         settle(engine, 4.0)
-        assert answers(engine) == expected
+        assert answers(engine) == expected()
         engine.set_policy("adaptive")
         settle(engine)
         assert 2 <= squeeze(engine) < 6
