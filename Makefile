@@ -104,7 +104,7 @@ PROSE    ?= --nsamples 96 --seqlen 512
 WINDOWS  ?= 32
 OTHER_WINDOWS ?= 12
 TEXT      = --dataset $(DATA)/calibration.jsonl $(SAMPLES)
-STUDIES  ?= codebooks equal-bytes bf16-equal pages transitions shift memory ablation one-bit held-tables
+STUDIES  ?= codebooks equal-bytes bf16-equal pages transitions shift memory ablation one-bit held-tables parts
 quality: $(STAMP)  ## Tables of docs/quality.md: make quality MODEL=folder DATA=folder
 	@test -n "$(MODEL)" -a -n "$(DATA)" || { echo "usage: make quality MODEL=... DATA=..." >&2; exit 2; }
 	mkdir -p $(Q)
@@ -120,7 +120,7 @@ quality: $(STAMP)  ## Tables of docs/quality.md: make quality MODEL=folder DATA=
 		--tasks $(DATA)/skills --windows $(WINDOWS) --other-windows $(OTHER_WINDOWS) \
 		--memory $(Q)/memory --out $(Q)/results
 	$(BIN)/pw tune $(Q)/own.pw -o $(Q)/tuned.pw --bits 3.6
-	$(BIN)/python -m pw.evaluation.lab run bf16-equal --artifact $(Q)/tuned.pw --checkpoint $(MODEL) \
+	$(BIN)/python -m pw.evaluation.lab run bf16-equal parts --artifact $(Q)/tuned.pw --checkpoint $(MODEL) \
 		--calibration $(DATA)/calibration.jsonl --heldout $(DATA)/heldout.jsonl --windows $(WINDOWS) \
 		--out $(Q)/results-tuned
 

@@ -20,6 +20,7 @@ from pw.evaluation.lab.studies import (
     dense_bits,
     equal_bytes,
     pages,
+    parts,
 )
 from pw_pipelines import residuals, trace
 from support.engines import SAMPLES, make_artifact
@@ -85,7 +86,8 @@ def few_budgets(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (ablation, codebooks, equal_bytes):
         monkeypatch.setattr(module, "BUDGETS", (BUDGET,))
     monkeypatch.setattr(bf16_equal, "TARGET", -3.0)
-    monkeypatch.setattr(pages, "SHARE", 4.0)
+    for module in (pages, parts):
+        monkeypatch.setattr(module, "SHARE", 4.0)
 
 
 @pytest.mark.parametrize("study", ["codebooks", "bf16-equal", "pages"])
@@ -106,6 +108,18 @@ def test_opponents_have_the_same_bytes_and_the_product_is_no_distance_from_itsel
     (product,) = [row for row in found if row["method"] == equal_bytes.PRODUCT]
     assert product["product_over_it"]["mean"] == 0
     assert product["other"]["product_over_it"]["mean"] == 0
+
+
+def test_layers_and_widths_add_up_to_the_whole(options: list[str]) -> None:
+    found = {row["part"]: row for row in rows(measured(options, "parts"))}
+    whole = found.pop("all")
+    assert 0 < whole["planes"] < whole["bytes"]
+    for kind in ("layer", "bits"):
+        some = [row for name, row in found.items() if kind in name]
+        assert len(some) > 1
+        for key in ("blocks", "bytes", "planes", "predicted"):
+            assert sum(row[key] for row in some) == pytest.approx(whole[key])
+    assert found["2 bits"]["bits"] in (0.0, 2.0)
 
 
 def test_every_ablation_is_scored(options: list[str]) -> None:
