@@ -5,9 +5,9 @@
 A step is the bytes of its experts over one bandwidth, all other bytes over another, a time for each
 layer, and with several ranks two sums a layer, as long as sums.py found them. A rank reads its part
 and all of the head; by experts, as many experts as the busiest rank was seen to read. The three
-numbers are fitted to all cases at once, so that relative errors are least; what comes out stands
-beside what was measured, also where each case is left out of the fit. Then the same for more GPUs,
-whose sums are assumed (`ASSUMED`).
+numbers are fitted to all cases by slices and on one GPU at once, so that relative errors are least;
+what comes out stands beside what was measured, also where a case is left out of the fit. Then the
+same for more GPUs, whose sums are assumed (`ASSUMED`).
 
 Not in it: bytes of activations, compute, waits of ranks for each other.
 """
@@ -21,10 +21,14 @@ from typing import Any
 import numpy as np
 
 CONFIGS = Path(__file__).parents[2] / "pipelines" / "recipes" / "configs"
-# GPUs, seconds of a sum beside its bytes, bytes that a rank takes in by those of the sum, and how
-# many a second: within a machine one kernel over NVLink, which reads the parts of all others;
-# between machines NCCL's rings over InfiniBand of 400 Gb/s for each GPU.
-ASSUMED = {"8 GPUs": (8, 9e-6, 7.0, 350e9), "2 x 8 GPUs": (16, 40e-6, 2 * 15 / 16, 40e9)}
+# GPUs, and the ways that their sums have: seconds beside the bytes, bytes that a rank takes in by
+# those of the sum, how many a second, and bytes of a sum at most. Within a machine over NVLink the
+# ranks' own kernel, whose lines are half data and come from all others, beyond its limit NCCL's
+# rings; between machines NCCL's rings over InfiniBand of 400 Gb/s for each GPU.
+ASSUMED = {
+    "8 GPUs": (8, [(4e-6, 14.0, 350e9, (1 << 20) / 7), (25e-6, 1.75, 350e9, np.inf)]),
+    "2 x 8 GPUs": (16, [(40e-6, 2 * 15 / 16, 40e9, np.inf)]),
+}
 
 
 @dataclass(frozen=True)
@@ -167,13 +171,14 @@ def main() -> None:
     name = results[0]["options"]["model"]
     config = json.loads((CONFIGS / f"{name}.json").read_text())
     steps = [step for found in results for step in read_steps(found, config, sums)]
-    compare(steps)
-    predict(Machine.fit(steps), steps, config, int(results[0]["options"]["context"]))
+    fitted = [step for step in steps if "e" not in step.name]
+    machine = Machine.fit(fitted)
+    compare(machine, steps, fitted)
+    predict(machine, steps, config, int(results[0]["options"]["context"]))
 
 
-def compare(steps: list[Step]) -> None:
+def compare(machine: Machine, steps: list[Step], fitted: list[Step]) -> None:
     """The model beside what was measured."""
-    machine = Machine.fit(steps)
     print(
         f"experts {machine.experts / 1e12:.2f} TB/s, rest {machine.rest / 1e12:.2f} TB/s, "
         f"{machine.layer * 1e6:.0f} us a layer"
@@ -183,11 +188,11 @@ def compare(steps: list[Step]) -> None:
     )
     print("|---" * 6 + "|")
     for step in steps:
-        rest = [other for other in steps if (other.name, other.batch) != (step.name, step.batch)]
-        fitted, apart = machine.seconds(step), Machine.fit(rest).seconds(step)
+        rest = [other for other in fitted if other.name != step.name]
+        seconds, apart = machine.seconds(step), Machine.fit(rest).seconds(step)
         print(
             f"| {step.name} | {step.batch} | {(step.experts + step.rest) / 1e9:.1f} "
-            f"| {step.seconds * 1e3:.2f} | {fitted * 1e3:.2f} ({fitted / step.seconds - 1:+.1%}) "
+            f"| {step.seconds * 1e3:.2f} | {seconds * 1e3:.2f} ({seconds / step.seconds - 1:+.1%}) "
             f"| {apart * 1e3:.2f} ({apart / step.seconds - 1:+.1%}) |"
         )
 
@@ -201,8 +206,10 @@ def predict(machine: Machine, steps: list[Step], config: dict[str, Any], context
         model = Shape(layers, bits, config)
         for batch in sorted({step.batch for step in steps}):
             times = []
-            for count, latency, taken, link in ASSUMED.values():
-                one_sum = latency + batch * config["hidden_size"] * 2 * taken / link
+            for count, ways in ASSUMED.values():
+                size = batch * config["hidden_size"] * 2
+                latency, taken, link, _ = next(way for way in ways if size <= way[3])
+                one_sum = latency + size * taken / link
                 step = Step.of("", model, batch, context, count, one_sum)
                 times.append(machine.seconds(step))
             print(
