@@ -204,6 +204,8 @@ def run(
     samples = calibration_set(config, load_tokenizer(artifact.path), vocabulary_of(checkpoint))
     inputs = {**artifact.digests("quantize", "moments"), "calibration": samples.digest}
     if not artifact.table_done(STAGE, config, inputs, overwrite):
+        if ranks.first:
+            artifact.check_writable()
         savepoint = Savepoint(artifact.path, STAGE, {"device": device, **inputs}, ranks)
         observed = ObservedModel(checkpoint, where, scratch=artifact.path.parent)
         blocks = DequantizedBlocks(artifact, observed.device)

@@ -167,6 +167,8 @@ def run(
     samples = calibration_set(config, load_tokenizer(artifact.path), vocabulary_of(checkpoint))
     inputs = {**artifact.digests("moments", "sensitivity"), "calibration": samples.digest}
     if not artifact.table_done(STAGE, config, inputs, overwrite):
+        if ranks.first:
+            artifact.check_writable()
         savepoint = Savepoint(artifact.path, STAGE, {"device": device, **inputs}, ranks)
         observed = ObservedModel(checkpoint, where, scratch=artifact.path.parent)
         arrays = _measure(artifact, observed, samples, progress, savepoint, ranks)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from pw.cli.folders import check_folder
 from pw.cli.options import Common, option
 from pw.errors import ConfigError
 
@@ -122,6 +123,8 @@ class Result:
         form = "json" if common.json else self.output
         if form not in FORMS:
             raise ConfigError(f"unknown output form: `{form}`", f"use {', '.join(FORMS)}")
+        if self.save_result:
+            check_folder(self.result_dir, "--result-dir")
         return form
 
     def show(

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
-import tempfile
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+from pw.cli.folders import check_folder
 from pw.cli.options import option
 from pw.errors import ConfigError
 
@@ -192,13 +192,7 @@ class ReportOptions:
                     raise ConfigError(f"{flag} has nowhere to go", "name a folder with --output")
             return
         _require("matplotlib", "--output", "plot")
-        if self.output.exists() and not self.output.is_dir():
-            raise ConfigError(f"--output is not a folder: `{self.output}`")
-        try:
-            self.output.mkdir(parents=True, exist_ok=True)
-            tempfile.TemporaryFile(dir=self.output).close()
-        except OSError as error:
-            raise ConfigError(f"cannot write --output `{self.output}`: {error.strerror}") from error
+        check_folder(self.output, "--output")
 
 
 def _require(module: str, flag: str, extra: str) -> None:

@@ -5,6 +5,7 @@ The format is described byte by byte in `artifacts/README.md`.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from shlex import quote
@@ -267,6 +268,18 @@ class Artifact:
             self._tables.manifest = load(self.path / MANIFEST)
             table = Table(dict(arrays), dict(attrs))
             self._tables.write(stage, table, settings, inputs, report, overwrite)
+
+    def check_writable(self) -> None:
+        """Refuse before the work where `write_table` would refuse after it.
+
+        Raises:
+            StoreError: Another process writes this artifact, or this user may not.
+        """
+        with WriteLock(self.path):
+            if not os.access(self.path, os.W_OK):
+                raise StoreError(
+                    f"this user may not write into `{self.path}`", "copy it to where you may"
+                )
 
     def _save(self, manifest: Manifest) -> None:
         replace_file(self.path / MANIFEST, to_bytes(manifest))

@@ -255,7 +255,8 @@ class WriteLock:
                 self._descriptor = self._try_once()
         except OSError as error:
             raise StoreError(
-                f"cannot lock `{self._artifact}` for writing: {error.strerror}"
+                f"cannot lock `{self._artifact}` for writing: {error.strerror}",
+                "its lock stands beside it: name a folder where this user may write",
             ) from error
 
     def _try_once(self) -> int:

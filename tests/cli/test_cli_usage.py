@@ -109,6 +109,12 @@ def test_every_command_has_help_and_the_common_flags(command: str) -> None:
         ("calibrate tiny --nsamples 0", 2, "nsamples must be at least 1: 0", ""),
         ("quantize tiny --min-bits 5", 2, "min_bits must be 2 or 3: 5", ""),
         ("bench serve --seed -1", 2, "--seed of random prompts must not be negative: -1", ""),
+        (
+            "bench serve --save-result --result-dir /dev/null/x",
+            2,
+            "cannot write --result-dir `/dev/null/x`: Not a directory",
+            "name another folder",
+        ),
         ("trace x --seed -1", 2, "seed must be between 0 and 2^63 - 1: -1", ""),
         ("inspect /", 3, "not an artifact, it has no manifest.json: `/`", "pw calibrate"),
     ],

@@ -13,7 +13,13 @@ from torch import Tensor
 
 from pw.blocks import MODULES, BlockKey, BlockShape, ExpertGeometry, Module
 from pw.config import QuantizeConfig
-from pw.errors import ConfigError, ModelError, PartialResultError, StaleStageError
+from pw.errors import (
+    ConfigError,
+    ModelError,
+    PartialResultError,
+    StaleStageError,
+    StoreError,
+)
 from pw.models.checkpoint import Checkpoint
 from pw.models.dequantized import DequantizedBlocks
 from pw.models.layered import LayeredModel
@@ -329,6 +335,16 @@ def test_the_stages_that_follow_say_where_they_go_on(
         stage.run(artifact, text, Progress(Style.PLAIN, stream=told), model=small.model)
         work = tmp_path / "a.pw.work" / folder
         assert f": goes on from `{work}`: 2 of {steps} passes of layers are" in told.getvalue()
+
+
+def test_stages_that_may_not_write_are_refused_before_the_work(
+    small: Small, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    for stage in (sensitivity, trace):
+        monkeypatch.setattr(stage, "ObservedModel", None)
+    with pytest.raises(StoreError, match="this user may not write into"):
+        sensitivity.run(small.artifact, small.config.calibration, QUIET)
 
 
 def test_a_disk_without_room_for_what_is_copied_is_refused_before_the_work(

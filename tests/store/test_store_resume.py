@@ -16,6 +16,7 @@ import pw
 from pw.blocks import MODULES, BlockKey
 from pw.errors import ModelError, PartialResultError, StaleStageError, StoreError
 from pw.store import Artifact, ArtifactWriter, ModelRecord
+from pw.store.files import WriteLock
 from pw_kernels.bitplane import pack_planes, plane_bytes
 from support import store_crash
 from support.store import MAX_BITS, MODEL, SETTINGS, Sample, tree_hash
@@ -129,6 +130,20 @@ def test_a_refusal_leaves_no_folder_without_work(
         fail(writer)
     assert (tmp_path / "x.pw.partial").exists() == (left or work)
     assert not (tmp_path / "x.pw.lock").exists()
+
+
+def test_who_may_not_write_learns_it_before_the_work(
+    copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    artifact, before = Artifact.open(copy), tree_hash(copy)
+    artifact.check_writable()
+    with WriteLock(copy), pytest.raises(StoreError, match="is being written by process"):
+        artifact.check_writable()
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    with pytest.raises(StoreError, match="this user may not write into"):
+        artifact.check_writable()
+    assert tree_hash(copy) == before
+    assert not copy.with_name(f"{copy.name}.lock").exists()
 
 
 @pytest.mark.parametrize("place", ["", ".", "..", "/"])
