@@ -74,8 +74,8 @@ class Follower:
         """See to it that it is gone."""
         if self.how_it_ended(_END_SECONDS) is None:
             self.kill()
+            self._child.wait()
 
     def kill(self) -> None:
-        """End it now; nothing is asked of it."""
+        """Have it end now; a driver may take its time for that, which is not waited for."""
         self._child.kill()
-        self._child.wait()
