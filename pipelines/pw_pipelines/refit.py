@@ -46,6 +46,7 @@ _ROUNDS = 2
 _FOCUSED_ROUNDS = 4
 _STRIP = 32  # columns whose changes reach the others of their part by one product
 _PART = 256  # columns whose changes reach all others by one: pulls are read and written less often
+_PER_LEVEL = 8  # weights of a row; with fewer, levels fit single weights, which a new start loses
 _ROWS = 16  # at most, that change together where errors of rows cancel in what follows
 _LARGEST = 1.5  # eigenvalue for which they do, see `rows_apart`
 _STEPS = 8  # of conjugate gradients; tables start from the last ones
@@ -90,8 +91,10 @@ def refit(
     blocks, rows, cols = weights.shape
     widths = list(book.luts)
     counts, rounds = torch.tensor([[importance.get(b, 0.0) for b in widths]]), _ROUNDS
+    fed = torch.zeros(blocks, dtype=torch.bool)  # which blocks start from `round_anew`
     if focus is not None:
         counts, rounds = focused(widths, focus), _FOCUSED_ROUNDS
+        fed = (cols >> focus.cpu() >= _PER_LEVEL) | (table_bytes is not None)
     counts = counts.to(weights.device)
     codes = book.codes.view(weights.shape)
     levels = torch.cat([book.centroids[b] for b in widths], 1).float().view(blocks, rows, -1)
@@ -110,7 +113,7 @@ def refit(
                 outputs,
             )  # fmt: skip
             own_counts = counts if len(counts) == 1 else counts[some]
-            fit.run(own_counts, rounds, feed_back=focus is not None)
+            fit.run(own_counts, rounds, fed if along else fed[some])
             fits.append(fit)
     tables = torch.cat([fit.tables for fit in fits], along).flatten(0, 1)
     by_width = dict(zip(widths, torch.split(tables, [1 << b for b in widths], 1), strict=True))
@@ -215,14 +218,15 @@ class _Fit:
         self.before = self.errors()
         self.roots = torch.ones_like(self.before)  # of what a unit of e_b counts, [E, N, W]
 
-    def run(self, importance: Tensor, rounds: int, *, feed_back: bool = False) -> None:
+    def run(self, importance: Tensor, rounds: int, fed: Tensor) -> None:
         """Fit by turns; importance [E or 1, W] is of errors relative to those at the start.
 
-        With `feed_back` the codes start from `round_anew`.
+        The codes of blocks that are `fed` [E] start from `round_anew`.
         """
         self.roots = (importance[:, None] / self.before.clamp_min(_TINY)).sqrt()
-        if feed_back:
-            self.round_anew()
+        if fed.any():
+            anew = self.round_anew()
+            self.codes = torch.where(fed.to(anew.device)[:, None, None], anew, self.codes)
         self.fit_tables()
         for _ in range(rounds):
             self.sweep()
@@ -279,8 +283,8 @@ class _Fit:
             direction = step + _ratio(size, last) * direction
         self.tables = tables
 
-    def round_anew(self) -> None:
-        """Choose all codes once, column by column, each making up for the columns before it.
+    def round_anew(self) -> Tensor:
+        """Codes chosen once, column by column, each making up for the columns before it.
 
         What an error leaves to pay depends on the columns to come: here these count as free to
         follow (GPTQ, arXiv 2210.17323; LDLQ of QuIP), in `sweep` as fixed. With H = V D V^T, V of
@@ -295,7 +299,7 @@ class _Fit:
         factor /= factor.diagonal(dim1=1, dim2=2)[:, None].clone()
         wanted = self.weights.gather(2, across)[:, :, None].repeat(1, 1, len(self.sizes), 1)
         codes = self.descend(factor, wanted, torch.zeros_like(wanted))
-        self.codes.scatter_(2, across, codes)
+        return torch.empty_like(codes).scatter_(2, across, codes)
 
     def sweep(self) -> None:
         """One pass of coordinate descent over the columns of all rows.
