@@ -23,7 +23,8 @@ def read_config(context: typer.Context, file: Path | None) -> Path | None:
         file: What follows `--config`, if anything does.
 
     Raises:
-        typer.BadParameter: The file cannot be read, or a key is none of the command's flags.
+        typer.BadParameter: The file cannot be read, a key is none of the command's flags, or two
+            keys are the same one.
     """
     if file is None:
         return None
@@ -42,11 +43,13 @@ def read_config(context: typer.Context, file: Path | None) -> Path | None:
         if parameter.name not in ("config", "help")
         for spelling in (*parameter.opts, str(parameter.name))
     }
-    given = {
-        _name(str(key), names, file): (str(key), _value(value))
-        for key, value in (found or {}).items()
-        if value is not None
-    }
+    given: dict[str, tuple[str, Any]] = {}
+    for key, value in (found or {}).items():
+        name = _name(str(key), names, file)
+        if name in given:
+            raise typer.BadParameter(f"`{file}` says twice: {given[name][0]}, {key}")
+        if value is not None:
+            given[name] = (str(key), _value(value))
     context.default_map = {name: value for name, (_, value) in given.items()}
     context.meta[FILE_KEYS] = {name: f"{file}:{key}" for name, (key, _) in given.items()}
     return file

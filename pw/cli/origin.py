@@ -37,10 +37,10 @@ def name_the_origin(error: PwError, context: typer.Context | None) -> PwError:
     message, hint = error.message, error.hint
     named, suspects = False, []
     for parameter, origin in _given_elsewhere(context):
-        for pattern in _spellings(parameter):
-            message, found = re.subn(pattern, lambda _: origin, message)  # noqa: B023
-            hint = re.sub(pattern, lambda _: origin, hint)  # noqa: B023
-            named |= found > 0
+        pattern = "|".join(_spellings(parameter))  # at once: an origin may hold a spelling itself
+        message, found = re.subn(pattern, lambda _: origin, message)  # noqa: B023
+        hint = re.sub(pattern, lambda _: origin, hint)  # noqa: B023
+        named |= found > 0
         if _shows(error.message, context.params.get(parameter.name)):
             suspects.append(origin)
     if suspects and not named:

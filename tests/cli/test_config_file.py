@@ -88,6 +88,7 @@ def test_the_file_may_name_the_model_and_be_empty(tmp_path: Path) -> None:
         ("config: other.yaml", "no such setting in", "see `pw serve --help`"),
         ("[1, 2]", "must map flags to values", "see `pw serve --help`"),
         ("a: [", "cannot read", "see `pw serve --help`"),
+        ("memory-budget: 1GiB\nmemory_budget: 2GiB", "says twice: memory-budget, memory_bud", ""),
         ("port: many", "server.yaml:port`: Input should be", "see `pw serve --help`"),
         ("max-num-queued-tokens: -1", "server.yaml:max-num-queued-tokens must be positive", ""),
     ],

@@ -61,6 +61,7 @@ def test_a_flag_before_the_variable_is_named_as_a_flag(monkeypatch: pytest.Monke
     ("line", "error"),
     [
         ("max-model-len: far", ":max-model-len must be tokens like"),
+        ("max_model_len: far", ":max_model_len must be tokens like"),
         ("gpu-memory-limit: 3x", ":gpu-memory-limit: not a size in bytes: `3x`"),  # an alias
         ("port: many", ":port`: Input should be a valid integer, unable to parse"),
         ("model: nowhere.pw", ":model: no such artifact: `nowhere.pw`"),
@@ -72,6 +73,7 @@ def test_a_key_of_the_file_is_named(tmp_path: Path, line: str, error: str) -> No
     model = () if line.startswith("model") else ("x.pw",)
     first = run("serve", "--config", str(file), *model).err.splitlines()[0]
     assert f"{file}{error}" in first
+    assert first.count(str(file)) == 1
 
 
 def test_the_remedy_is_where_the_value_is(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,9 +3,8 @@ import os
 import shutil
 import subprocess
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,19 +15,15 @@ from pw.config import QuantizeConfig
 from pw.errors import (
     ConfigError,
     ModelError,
-    PartialResultError,
     StaleStageError,
-    StoreError,
 )
 from pw.models.checkpoint import Checkpoint
 from pw.models.dequantized import DequantizedBlocks
-from pw.models.layered import LayeredModel
 from pw.models.resolve import resolve_model
 from pw.models.tokenizer import load_tokenizer
 from pw.store.artifact import Artifact
-from pw.store.writer import ArtifactWriter
 from pw_kernels.bitplane import unpack_planes
-from pw_pipelines import activations, fitting, quantize, sensitivity, trace
+from pw_pipelines import activations, fitting, quantize
 from pw_pipelines.calibration import calibration_set
 from pw_pipelines.codebook import fit_codebook
 from pw_pipelines.fitting import quantize_blocks
@@ -37,10 +32,10 @@ from pw_pipelines.observation import ObservedModel
 from pw_pipelines.progress import Progress, Style
 from pw_pipelines.quantize import auto_max_bits, uniform_bytes
 from pw_pipelines.refit import damped, refit
-from pw_pipelines.savepoint import Savepoint
 from support.offline import (
     QUIET,
     TINY_TEXT,
+    Small,
     calibration,
     random_checkpoint,
     tree_digests,
@@ -98,31 +93,6 @@ def test_dense_weights_are_those_of_the_checkpoint(tiny: Path) -> None:
     assert not copy.has_experts
     for name in checkpoint.dense_keys():
         assert torch.equal(copy.read(name), checkpoint.read(name))
-
-
-@dataclass(frozen=True)
-class Small:
-    """A random checkpoint, text, and the artifact that they give."""
-
-    folder: Path
-    config: QuantizeConfig
-
-    @property
-    def model(self) -> str:
-        return str(self.folder / "model")
-
-    @property
-    def artifact(self) -> Path:
-        return self.folder / "clean.pw"
-
-
-@pytest.fixture(scope="module")
-def small(tmp_path_factory: pytest.TempPathFactory) -> Small:
-    folder = tmp_path_factory.mktemp("small")
-    random_checkpoint(folder / "model")
-    made = Small(folder, QuantizeConfig(max_bits=4, calibration=calibration(folder)))
-    quantize.run(made.model, made.artifact, made.config, QUIET)
-    return made
 
 
 def test_quantizing_twice_gives_the_same_bytes(small: Small, tmp_path: Path) -> None:
@@ -273,109 +243,6 @@ def test_uniform_bytes_are_those_on_disk(tiny: Path) -> None:
     luts = sum(artifact.lut(key, 4).nbytes for key in list(artifact.geometry.keys()))
     planes = 4 * 4 * 8 * (256 * 256 + 256 * 128) // 8
     assert uniform_bytes(artifact.geometry, 4) == luts + planes == 2_097_152
-
-
-@pytest.mark.parametrize("codebook", ["joint", "kmeans"])
-def test_a_stopped_run_reads_on_from_the_layer_it_was_at(
-    codebook: str, small: Small, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = replace(small.config, codebook=codebook)
-    quantize.run(small.model, tmp_path / "clean.pw", config, QUIET)
-    monkeypatch.setattr(activations, "MEMORY_BYTES", 0)  # hidden states need a file
-    fit, fits, read = fitting.quantize_blocks, [0], []
-
-    def stop(*arguments: Any) -> Any:
-        fits[0] += 1
-        if fits[0] == 4:  # the second module of the second layer
-            raise KeyboardInterrupt
-        return fit(*arguments)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(fitting, "quantize_blocks", stop)
-        with pytest.raises(KeyboardInterrupt):
-            quantize.run(small.model, tmp_path / "a.pw", config, QUIET)
-    layer = LayeredModel.layer
-
-    def noted(self: LayeredModel, index: int, *arguments: Any) -> Tensor:
-        read.append(index)
-        return layer(self, index, *arguments)
-
-    monkeypatch.setattr(LayeredModel, "layer", noted)
-    told = io.StringIO()
-    quantize.run(small.model, tmp_path / "a.pw", config, Progress(Style.PLAIN, stream=told))
-    assert set(read) == {1, 2}
-    assert (
-        f"quantize: goes on from `{tmp_path / 'a.pw.partial'}`: 3 of 6 (layer, module) pairs are "
-        "there, next is layer 1 down\n"
-        f"quantize: goes on from `{tmp_path / 'a.pw.work' / 'quantize'}`: 1 of 3 passes of layers "
-        "are done\n"
-    ) in told.getvalue()
-    assert tree_digests(tmp_path / "a.pw") == tree_digests(tmp_path / "clean.pw")
-    assert not (tmp_path / "a.pw.work").exists()
-
-
-def test_the_stages_that_follow_say_where_they_go_on(
-    small: Small, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(activations, "MEMORY_BYTES", 0)
-    artifact = Path(shutil.copytree(small.artifact, tmp_path / "a.pw"))
-    save, text = Savepoint.save, small.config.calibration
-
-    def stop(savepoint: Savepoint, done: int, tensors: Any) -> None:
-        save(savepoint, done, tensors)
-        if done == 2:
-            raise KeyboardInterrupt
-
-    for stage, folder, steps in ((sensitivity, "sensitivity", 6), (trace, "routing", 3)):
-        with monkeypatch.context() as patch:
-            patch.setattr(Savepoint, "save", stop)
-            with pytest.raises(KeyboardInterrupt):
-                stage.run(artifact, text, QUIET, model=small.model)
-        told = io.StringIO()
-        stage.run(artifact, text, Progress(Style.PLAIN, stream=told), model=small.model)
-        work = tmp_path / "a.pw.work" / folder
-        assert f": goes on from `{work}`: 2 of {steps} passes of layers are" in told.getvalue()
-
-
-def test_stages_that_may_not_write_are_refused_before_the_work(
-    small: Small, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(os, "access", lambda *_: False)
-    for stage in (sensitivity, trace):
-        monkeypatch.setattr(stage, "ObservedModel", None)
-    with pytest.raises(StoreError, match="this user may not write into"):
-        sensitivity.run(small.artifact, small.config.calibration, QUIET)
-
-
-def test_a_disk_without_room_for_what_is_copied_is_refused_before_the_work(
-    small: Small, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    dense = (small.artifact / "dense.safetensors").stat().st_size
-    whole = sum(file.stat().st_size for file in small.artifact.rglob("*") if file.is_file())
-    monkeypatch.setattr(
-        shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(1, 0, whole - dense // 2)
-    )
-    monkeypatch.setattr(quantize, "ObservedModel", None)
-    with pytest.raises(PartialResultError, match="disk full while writing"):
-        quantize.run(small.model, tmp_path / "a.pw", small.config, QUIET)
-
-
-def test_a_savepoint_without_its_blocks_is_not_believed(
-    small: Small, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(activations, "MEMORY_BYTES", 0)
-    with monkeypatch.context() as patch:
-        patch.setattr(ArtifactWriter, "publish", stopped)
-        patch.setattr(Savepoint, "clear", lambda _: None)
-        with pytest.raises(KeyboardInterrupt):
-            quantize.run(small.model, tmp_path / "a.pw", small.config, QUIET)
-    shutil.rmtree(tmp_path / "a.pw.partial")
-    quantize.run(small.model, tmp_path / "a.pw", small.config, QUIET)
-    assert tree_digests(tmp_path / "a.pw") == tree_digests(small.artifact)
-
-
-def stopped(*_: object) -> None:
-    raise KeyboardInterrupt
 
 
 def test_every_run_ends_in_an_audit(small: Small, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedTokenizerFast
 
-from pw.config import CalibrationConfig
+from pw.config import CalibrationConfig, QuantizeConfig
 from pw.models.testing import make_checkpoint
 from pw_pipelines.observation import ObservedModel, Weights, batches
 from pw_pipelines.progress import Progress, Style
@@ -57,6 +58,24 @@ def random_checkpoint(folder: Path, kind: str = "qwen2_moe", **overrides: Any) -
     model = make_checkpoint(kind, folder, vocab_size=VOCABULARY, **overrides)
     write_tokenizer(folder)
     return model
+
+
+@dataclass(frozen=True)
+class Small:
+    """A random checkpoint, text, and the artifact that they give."""
+
+    folder: Path
+    config: QuantizeConfig
+
+    @property
+    def model(self) -> str:
+        """The checkpoint's folder."""
+        return str(self.folder / "model")
+
+    @property
+    def artifact(self) -> Path:
+        """What `quantize` made of it."""
+        return self.folder / "clean.pw"
 
 
 def losses(model: ObservedModel, windows: Tensor, weights: Weights | None = None) -> Tensor:
