@@ -71,10 +71,11 @@ class Server:
     dry_run: Annotated[bool, _server("Load, print the memory plan, leave.", "--dry-run")] = False
 
     def check(self) -> None:
-        """Refuse timeouts that cannot be meant.
+        """Refuse values that cannot be meant, before an engine is started.
 
         Raises:
-            ConfigError: One is not positive, or shorter than the engine's signs of life.
+            ConfigError: A timeout is not positive, or shorter than the engine's signs of life; a
+                name or a key is empty.
         """
         for name in ("request_timeout", "queue_timeout"):
             seconds = getattr(self, name)
@@ -91,3 +92,9 @@ class Server:
             raise ConfigError(f"--stall-timeout must be at least 1 second: {self.stall_timeout}")
         if not self.shutdown_timeout >= 0:
             raise ConfigError(f"--shutdown-timeout must not be negative: {self.shutdown_timeout}")
+        for flag, given in (
+            ("--served-model-name", self.served_model_name),
+            ("--api-key", self.api_key),
+        ):
+            if not all(given or ()):
+                raise ConfigError(f"{flag} is empty", "leave it out, or give one")

@@ -311,6 +311,12 @@ def test_defaults_of_the_flags_are_those_of_the_settings() -> None:
     assert Widths().config(Calibration()) == QuantizeConfig(calibration=CalibrationConfig())
 
 
+@pytest.mark.parametrize("flag", ["--served-model-name", "--api-key"])
+def test_an_empty_name_or_key_is_refused_before_the_engine_starts(flag: str) -> None:
+    done = run("serve", "x.pw", flag, "")
+    assert (done.code, done.err.splitlines()[0]) == (2, f"error: {flag} is empty")
+
+
 def test_the_bundled_model_is_calibrated_once_whoever_asks(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
