@@ -31,6 +31,7 @@ from pw_kernels.cuda_routing import (
     shape_constants,
 )
 from pw_kernels.pages import WeightPages
+from pw_kernels.slots import SlotResults
 
 PROMPT_SLOTS = 200  # of each expert, on average: from here blocks are expanded once for all of them
 MOST_EXPERTS = 1024  # one thread of `route` each
@@ -145,12 +146,13 @@ def fused_moe(
     statistics: Tensor | None = None,
     live: Tensor | None = None,
     plan: Plan | None = None,
-) -> Tensor:
+    summed: bool = True,
+) -> Tensor | SlotResults:
     """As `reference.fused_moe`, for calls that `fits` takes; hidden is rounded to x's dtype.
 
     To `statistics`, [2, E] fp32, the router weights of each expert and their squares are added in
     the same pass, in fixed point. Tokens from live[0] on, an int32 on the device, are padding.
-    `plan` overrides `choose_plan`.
+    `plan` overrides `choose_plan`. Without `summed`, a batch that is no prompt gives its slots.
     """
     tokens, top_k = topk_ids.shape
     count, experts, device = tokens * top_k, gate_up.experts, x.device
@@ -202,6 +204,8 @@ def fused_moe(
             "BIAS": int(bias is not None), "EXPAND": 0, "DIRECT": int(direct),
         }  # fmt: skip
         _launch_classes(plan, pages, groups, defines, (arguments, *more), device)
+    if not summed:
+        return SlotResults(results, routed.ids, experts, live)
     combine(results, routed, out, overlap=plan.overlap)
     return out
 

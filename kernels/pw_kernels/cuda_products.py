@@ -28,6 +28,7 @@ from pw_kernels.product_plans import (
     choose_plan,
     constants_of,
 )
+from pw_kernels.slots import SlotResults
 from pw_kernels.step import Norm
 
 FEW_TOKENS = 8  # at most
@@ -66,18 +67,24 @@ def product(
     weight: Tensor,
     bias: Tensor | None,
     norm: Norm | None,
-    add: Sequence[Tensor],
+    add: Sequence[Tensor | SlotResults],
     share: Tensor | None,
     plan: Plan | None = None,
 ) -> Tensor:
-    """See `products.product`."""
+    """See `products.product`; only the second of two to add may be of slots."""
     out = x.new_empty(x.shape[0], weight.shape[0])
-    add = [part if part.stride(1) == 1 else part.contiguous() for part in add]
-    kind = len(add) + (share is not None)
-    given = {"out": out} | dict(zip(("add", "more"), add, strict=False))
+    constants = {"ADD": len(add) + (share is not None)}
+    given = {"out": out}
+    for name, part in zip(("add", "more"), add, strict=False):
+        if isinstance(part, SlotResults):
+            constants |= {"ROUTED": part.ids.shape[1], "EXPERTS": part.experts}
+            given |= {"results": part.results, "ids": part.ids}
+            given |= {} if part.live is None else {"live": part.live}
+        else:
+            given[name] = part if part.stride(1) == 1 else part.contiguous()
     if share is not None:
         given["share"] = share
-    _launch(x, weight, bias, norm, plan, {"ADD": kind}, given)
+    _launch(x, weight, bias, norm, plan, constants, given)
     return out
 
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from pw_kernels import dense, reference
 from pw_kernels.pages import WeightPages
 from pw_kernels.reference import Activation, Observer
+from pw_kernels.slots import SlotResults
 
 BACKENDS = ("auto", "reference", "numba", "triton", "cuda")
 
@@ -59,7 +60,7 @@ def fused_moe(
     live: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """Run the routed experts of one layer; arguments as in `reference.fused_moe`.
+    """Run the routed experts of one layer: [T, N]; arguments as in `reference.fused_moe`.
 
     A callable activation and experts without a gate are the reference's alone; the GPU kernels
     take no observer. To `statistics`, [2, E] fp32, the router weights that each expert received
@@ -70,6 +71,36 @@ def fused_moe(
     Raises:
         ValueError: The named backend cannot take these arguments, or is not installed.
     """
+    return _fused_moe(  # type: ignore[no-any-return]
+        x, topk_ids, topk_weights, arena, gate_up, down, lut_dtype=lut_dtype,
+        activation=activation, gate_up_bias=gate_up_bias, down_bias=down_bias, observer=observer,
+        statistics=statistics, live=live, backend=backend,
+    )  # fmt: skip
+
+
+def fused_moe_slots(*args: Any, **options: Any) -> Tensor | SlotResults:
+    """As `fused_moe`, where it can be without the sum over the experts of a token."""
+    return _fused_moe(*args, summed=False, **options)  # type: ignore[no-any-return]
+
+
+def _fused_moe(
+    x: Tensor,
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    arena: Tensor,
+    gate_up: WeightPages,
+    down: WeightPages,
+    *,
+    lut_dtype: torch.dtype,
+    activation: Activation,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    observer: Observer | None = None,
+    statistics: Tensor | None = None,
+    live: Tensor | None = None,
+    backend: str = "auto",
+    summed: bool = True,
+) -> Any:
     plain = _plain(gate_up, down, lut_dtype, activation)
     fits_triton = plain and observer is None
     name = _choose(
@@ -84,14 +115,14 @@ def fused_moe(
     assert module is not None  # _choose has imported it
     extra: dict[str, Any] = {} if observer is None else {"observer": observer}
     if name == "cuda":
-        extra["live"] = live
+        extra |= {"live": live, "summed": summed}
     elif live is not None:
         topk_ids = reference.only_live(topk_ids, live)
     if name in _COUNTING:
         extra["statistics"] = statistics
     elif statistics is not None:
         reference.count_routing(statistics, topk_ids, topk_weights)
-    return module.fused_moe(  # type: ignore[no-any-return]
+    return module.fused_moe(
         x,
         topk_ids,
         topk_weights,

@@ -24,6 +24,7 @@ class Arguments(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in (
             "x", "weight", "norm", "bias", "add", "more", "share", "out", "rest", "normed",
+            "results", "ids", "live",
         )),
         *((name, ctypes.c_int) for name in (
             "tokens", "x_row", "add_row", "more_row", "share_row",
@@ -78,5 +79,6 @@ def constants_of(
     return {
         "FLOAT16": int(dtype == torch.float16), "N": rows, "K": cols, "WARPS": plan.warps,
         "BLOCKS": plan.blocks, "STAGES": plan.stages, "TURN": plan.turn, "NT": plan.tiles,
-        "NORM": int(norm), "BIAS": int(bias), "GATED": 0, "INNER": 0, "KIND": 0, "ADD": 0,
+        "NORM": int(norm), "BIAS": int(bias), "GATED": 0, "INNER": 0, "KIND": 0,
+        "ADD": 0, "ROUTED": 0, "EXPERTS": 0,
     }  # fmt: skip

@@ -8,6 +8,7 @@
 //   NORM          1: an RMS norm of the rows of x comes first
 //   BIAS          1: a bias is added
 //   GATED, KIND   1: W is INNER rows of a gate, as many of what it gates, and others; the result of the others is apart
+//   ROUTED        > 0: the second of two is the sum of so many results of experts, of EXPERTS that there are
 //   NT            tiles of eight tokens that a block takes
 //   ADD           0: nothing is added; 1: rows of the output's shape; 2: two of them; 3: and the product is times a sigmoid
 //
@@ -36,6 +37,16 @@ DI uint4 load_written(const uint4* p) {
 DI u16 load_number(const u16* p) {
   u16 v;
   asm volatile("ld.global.cg.u16 %0,[%1];" : "=h"(v) : "l"(p) : "memory");
+  return v;
+}
+DI float load_float(const float* p) {
+  float v;
+  asm volatile("ld.global.cg.f32 %0,[%1];" : "=f"(v) : "l"(p) : "memory");
+  return v;
+}
+DI u64 load_id(const u64* p) {
+  u64 v;
+  asm volatile("ld.global.cg.u64 %0,[%1];" : "=l"(v) : "l"(p) : "memory");
   return v;
 }
 DI void copy_async(u32 to, u64 from) {
@@ -73,6 +84,9 @@ struct Arguments {
   u16* out;             // [tokens, N], or [tokens, INNER] if GATED
   u16* rest;            // [tokens, N - 2 INNER] if GATED
   u16* normed;          // [tokens, K] what is multiplied, if NORM; or null
+  const float* results; // [tokens, ROUTED, N] of the experts of each token, in place of `more`
+  const u64* ids;       // [tokens, ROUTED] of these experts
+  const int* live;      // [1] tokens that have experts; or null: all have
   int tokens, x_row, add_row, more_row, share_row;
   float epsilon;
 };
@@ -130,6 +144,20 @@ DI u32 scaled(u32 x, u32 by, float scale) {
 DI float with_lane(float v, int lane) { return v + __uint_as_float(__shfl_sync(~0u, __float_as_uint(v), lane)); }
 #endif
 
+#if ROUTED
+// What the experts of a token give, added in their order and rounded.
+DI float routed_sum(const Arguments& a, int token, int row) {
+  bool live = !a.live || token < a.live[0];
+  float sum = 0;
+  UNROLL for (int j = 0; j < ROUTED; j++) {
+    u64 slot = (u64)token * ROUTED + j, expert = load_id(a.ids + slot);
+    float part = load_float(a.results + slot * N + row);
+    sum += live && expert < EXPERTS ? part : 0;                 // -1 is a large number
+  }
+  return rounded(sum);
+}
+#endif
+
 // One number of the result and all that is added to it.
 DI void finish(const Arguments& a, int token, int row, float sum) {
 #if BIAS
@@ -139,7 +167,11 @@ DI void finish(const Arguments& a, int token, int row, float sum) {
   sum += from_half(load_number(a.add + (u64)token * a.add_row + row));
 #elif ADD >= 2
   float before = from_half(load_number(a.add + (u64)token * a.add_row + row));
+#if ROUTED
+  before += routed_sum(a, token, row);
+#else
   before += from_half(load_number(a.more + (u64)token * a.more_row + row));
+#endif
   float part = rounded(sum);
 #if ADD == 3
   part = part / (1.0f + expf(-from_half(load_number(a.share + (u64)token * a.share_row))));

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from pw_kernels import step
+from pw_kernels.slots import SlotResults
 from pw_kernels.step import Norm
 
 BACKENDS = ("auto", "torch", "cuda")
@@ -40,7 +41,7 @@ def product(
     bias: Tensor | None = None,
     *,
     norm: Norm | None = None,
-    add: Sequence[Tensor] = (),
+    add: Sequence[Tensor | SlotResults] = (),
     share: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
@@ -55,7 +56,7 @@ def product(
         weight: [N, K].
         bias: [N] or None.
         norm: Of the rows of x, or None.
-        add: None, one or two of [T, N].
+        add: None, one or two of [T, N]; the second may be what experts give, before its sum.
         share: [T, 1] logits, only with two to add; None = the whole.
         backend: One of BACKENDS.
 
@@ -69,10 +70,11 @@ def product(
         return kernels.product(x, weight, bias, norm, add, share)  # type: ignore[no-any-return]
     if not add:
         return functional.linear(x, weight, bias)
-    if len(add) == 1:
-        out = torch.addmm(add[0], x, weight.t())
+    first, *more = (part.sum(x.dtype) if isinstance(part, SlotResults) else part for part in add)
+    if not more:
+        out = torch.addmm(first, x, weight.t())
         return out if bias is None else out + bias
-    return step.join(add[0], add[1], functional.linear(x, weight, bias), share, backend=small)
+    return step.join(first, more[0], functional.linear(x, weight, bias), share, backend=small)
 
 
 def gated_product(
@@ -108,6 +110,11 @@ def gated_product(
     if not inner:
         return Gated(both[:, :0], both, x)
     return Gated(step.gate(both, inner, activation, backend=small), both[:, 2 * inner :], x)
+
+
+def takes_slots(x: Tensor, weight: Tensor) -> bool:
+    """Whether a product of x [T, K] with a weight [N, K] adds up what experts give on its way."""
+    return _kernels("auto", x, weight) is not None
 
 
 def _kernels(backend: str, x: Tensor, weight: Tensor, inner: int = 0) -> ModuleType | None:

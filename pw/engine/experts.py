@@ -6,9 +6,9 @@ collected only for the parts of a batch that are prompt, and only when a planner
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -22,9 +22,10 @@ from pw.memory.arena import Arena
 from pw.memory.page_table import WeightPageTable
 from pw.memory.small_copies import to_host
 from pw.models.experts import Activation
-from pw_kernels.dispatch import compiles, dense_moe, fused_moe
+from pw_kernels.dispatch import compiles, dense_moe, fused_moe, fused_moe_slots
 from pw_kernels.pages import WeightPages
 from pw_kernels.reference import Observer
+from pw_kernels.slots import SlotResults
 
 Biases = Sequence[tuple[Tensor | None, Tensor | None]]  # by slot: gate_up [E, 2I], down [E, H]
 
@@ -88,6 +89,17 @@ class PagedExperts:
         self, slot: int, _module: nn.Module, x: Tensor, ids: Tensor, weights: Tensor
     ) -> Tensor:
         """See `RoutedExperts`."""
+        return self._run(fused_moe, slot, x, ids, weights)  # type: ignore[no-any-return]
+
+    def slots(
+        self, slot: int, _module: nn.Module, x: Tensor, ids: Tensor, weights: Tensor
+    ) -> Tensor | SlotResults:
+        """As a call, where it can be without the sum over the experts of a token."""
+        return self._run(fused_moe_slots, slot, x, ids, weights)  # type: ignore[no-any-return]
+
+    def _run(
+        self, run: Callable[..., Any], slot: int, x: Tensor, ids: Tensor, weights: Tensor
+    ) -> Any:
         observer = live = None
         if self.batch is not None:
             live = self.batch.live
@@ -95,7 +107,7 @@ class PagedExperts:
                 observer = self._observe_prompts(slot, x, self.batch.spans)
         gate_up, down = self._pages[slot]
         gate_up_bias, down_bias = self._biases[slot]
-        return fused_moe(
+        return run(
             x,
             ids,
             weights,

@@ -20,6 +20,7 @@ from pw.models.routers import Route, fused_route
 from pw.models.slicing import AllReduce
 from pw_kernels import products, step
 from pw_kernels.products import Gated
+from pw_kernels.slots import SlotResults
 from pw_kernels.step import Norm
 
 
@@ -155,14 +156,17 @@ class Moe:
         share = shared.rest[:, :1]
         if self._route is not None and self._joined:
             logits = shared.rest[:, 1 : 1 + len(self._route.routing.weight)]
-            routed = self._routed(shared.normed, *self._route.choose(logits))
+            chosen = self._route.choose(logits)
         else:
-            routed = self._routed(shared.normed, *self._by_router(shared.normed))
+            chosen = self._by_router(shared.normed)
+        if self._kernels and self._reduce is None:
+            slots = products.takes_slots(shared.out, self._down)
+            parts = (self._slots if slots else self._routed)(shared.normed, *chosen)
+            return products.product(shared.out, self._down, add=(x, parts), share=share)
+        routed = self._routed(shared.normed, *chosen)
         if self._reduce is not None:  # one sum over the ranks for all that is added to x
             added = torch.addcmul(routed, share.sigmoid(), linear(shared.out, self._down))
             return self._reduce(added, x)
-        if self._kernels:
-            return products.product(shared.out, self._down, add=(x, routed), share=share)
         return torch.addcmul(x + routed, share.sigmoid(), linear(shared.out, self._down))
 
     def _both(self, x: Tensor, gated: GatedMlp, beside: Beside) -> Tensor:
@@ -192,6 +196,12 @@ class Moe:
             return self._route(normed)
         _, weights, ids = self._router(normed)
         return ids, weights
+
+    def _slots(self, normed: Tensor, ids: Tensor, weights: Tensor) -> Tensor | SlotResults:
+        """As `_routed`, without the sum over a token's experts where they can do without."""
+        experts = self._experts
+        run = getattr(experts.pw_experts, "slots", experts.pw_experts)
+        return run(experts.pw_slot, experts, normed, ids, weights)  # type: ignore[no-any-return]
 
     def _routed(self, normed: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         experts = self._experts

@@ -10,11 +10,12 @@ from torch import Tensor
 
 from pw_kernels import products
 from pw_kernels.product_plans import ROWS, Arguments, Plan, choose_plan, constants_of
+from pw_kernels.slots import SlotResults
 from pw_kernels.step import Norm
 from support.cuda_source import CudaSource
 
 SOURCE = CudaSource("products.cu", "products_on_cpu.h", [  # defined by the headers
-    "load_written", "load_number", "copy_async", "commit",
+    "load_written", "load_number", "load_float", "load_id", "copy_async", "commit",
     "wait", "wait_for_earlier", "let_next_begin",
 ])  # fmt: skip
 DTYPE = torch.bfloat16
@@ -42,7 +43,10 @@ class Case:
         self.rest = torch.full((tokens, rows - 2 * inner), torch.nan).to(DTYPE)
         self.normed = torch.full((tokens, cols), torch.nan).to(DTYPE)
 
-    def run(self, folder: Path, plan: Plan, *, norm: bool = False, add: int = 0, kind: int = 0):
+    def run(
+        self, folder: Path, plan: Plan, *, norm: bool = False, add: int = 0, kind: int = 0,
+        slots: SlotResults | None = None,
+    ):  # fmt: skip
         tokens, (rows, cols) = len(self.x), self.weight.shape
         blocks = self.inner // 8 + -(-(rows - 2 * self.inner) // ROWS)
         where = {
@@ -52,6 +56,9 @@ class Case:
         }  # fmt: skip
         if self.bias is not None:
             where["bias"] = self.bias
+        if slots is not None:
+            where |= {"results": slots.results, "ids": slots.ids}
+            where |= {} if slots.live is None else {"live": slots.live}
         arguments = Arguments(
             **{name: tensor.data_ptr() for name, tensor in where.items()}, tokens=tokens,
             x_row=self.x.stride(0), add_row=self.add[0].stride(0), more_row=self.add[1].stride(0),
@@ -59,6 +66,8 @@ class Case:
         )  # fmt: skip
         defines = constants_of(plan, (rows, cols), DTYPE, self.bias is not None, norm)
         defines |= {"GATED": int(self.inner > 0), "INNER": self.inner, "KIND": kind, "ADD": add}
+        if slots is not None:
+            defines |= {"ROUTED": slots.ids.shape[1], "EXPERTS": slots.experts}
         kernel = SOURCE.compile(folder, "product(*(const Arguments*)all);", defines)
         kernel.run(ctypes.byref(arguments), blocks, 1, 32 * plan.warps)
 
@@ -99,6 +108,23 @@ def test_sums_after_a_product(tmp_path: Path, tokens: int, plan: Plan, add: int)
             share=case.share if add == 3 else None, backend="torch",
         ),
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("live", [None, 3])
+def test_slots_are_added_up_on_the_way(tmp_path: Path, live: int | None) -> None:
+    case = Case(5, 24, 512)
+    results = random(5 * 3, 24, seed=8).float()
+    ids = torch.tensor([[0, 7, 2], [4, -1, 1], [6, 5, 8], [1, 2, 3], [3, 0, 5]])  # of 8
+    results[4], results[8] = torch.nan, torch.nan  # nobody computed them
+    slots = SlotResults(results, ids, 8, None if live is None else torch.tensor([live]).int())
+    case.run(tmp_path, choose_plan(5, 512, norm=False), add=3, slots=slots)
+    add = [case.add[0], slots]
+    expected = products.product(case.x, case.weight, add=add, share=case.share, backend="torch")
+    near(case.out, expected)
+    sums = torch.where(((ids >= 0) & (ids < 8))[..., None], results.view(5, 3, 24), 0).sum(1)
+    if live is not None:
+        sums[live:] = 0
+    near(slots.sum(DTYPE), sums.to(DTYPE))
 
 
 @pytest.mark.parametrize("kind", [0, 1, 2])
