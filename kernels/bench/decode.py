@@ -33,6 +33,7 @@ from pw.config import EngineConfig, PrecisionPolicy, parse_bytes
 from pw.engine import Engine
 from pw.engine.graphs.capture import Capture
 from pw.engine.request import RequestOutput, SamplingParams
+from pw.models.beside import opened
 from pw.models.stand_in import write_folder
 
 CONFIGS = Path(__file__).parents[2] / "pipelines" / "recipes" / "configs"
@@ -190,7 +191,8 @@ def device_parts(engine: Engine, batch: int) -> Parts:
 
     def step(context: Any) -> Tensor:
         bucket.batch.begin()
-        return skeleton.logits(skeleton.hidden(inputs.ids, inputs.positions, context))
+        with opened(skeleton.device):
+            return skeleton.logits(skeleton.hidden(inputs.ids, inputs.positions, context))
 
     def milliseconds(run: Callable[[], Any]) -> float:
         return replay_milliseconds(Capture(skeleton.device)(run))

@@ -27,7 +27,13 @@ _log = logging.getLogger(__name__)
 
 
 class Beside(Protocol):
-    """A place where things run beside what is launched meanwhile."""
+    """A place where things run beside what is launched meanwhile.
+
+    Attributes:
+        open: It may be used now.
+    """
+
+    open: bool
 
     def apart(self) -> AbstractContextManager[None]:
         """What is launched inside begins when all before it has ended, and runs beside the rest."""
@@ -39,10 +45,14 @@ class Beside(Protocol):
 
 
 class SideStream:
-    """Another stream of a device, beside whichever is the current one."""
+    """Another stream of a device, beside whichever is the current one.
+
+    A stream has memory of its own, workspaces of libraries too. So it is open for steps of fixed
+    shape only, whose first runs take all that they need before the budget is shared out.
+    """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self.open, self._device = False, device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     @contextmanager
@@ -61,6 +71,19 @@ class SideStream:
 def side_stream(device: torch.device) -> SideStream | None:
     """One for all layers, as libraries keep a workspace for each stream; None on a CPU."""
     return SideStream(device) if device.type == "cuda" else None
+
+
+@contextmanager
+def opened(device: torch.device) -> Iterator[None]:
+    """What is launched inside may use the device's other stream."""
+    side = side_stream(device)
+    if side is not None:
+        side.open = True
+    try:
+        yield
+    finally:
+        if side is not None:
+            side.open = False
 
 
 def pays(tokens: int) -> bool:
@@ -93,7 +116,7 @@ class _Fork:
             module.__dict__["forward"] = forward
 
     def _forked(self, hidden: Tensor) -> Tensor:
-        if self.tried or pays(hidden.numel() // hidden.shape[-1]):
+        if self.tried or (self._beside.open and pays(hidden.numel() // hidden.shape[-1])):
             with self._beside.apart():
                 self._result = self._shared(hidden)
         result: Tensor = self._block(hidden)

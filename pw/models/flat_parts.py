@@ -150,7 +150,7 @@ class Moe:
             normed, ids, weights = self._choose(x)
             routed = self._routed(normed, ids, weights)
             return x + routed if self._reduce is None else self._reduce(routed, x)
-        if self._beside is not None and pays(len(x)):
+        if self._beside is not None and self._beside.open and pays(len(x)):
             return self._both(x, self._gated, self._beside)
         shared = self._gated(x)
         share = shared.rest[:, :1]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from pw.models import beside, skeleton
-from pw.models.beside import fork_shared_experts
+from pw.models.beside import fork_shared_experts, opened
 from pw.models.checkpoint import Checkpoint
 from pw.models.experts import expert_modules
 from pw.models.probing import probe_logits, relative_difference
@@ -30,6 +30,7 @@ class Log:
 
     def __init__(self) -> None:
         self.events: list[str] = []
+        self.open = True
 
     @contextmanager
     def apart(self) -> Iterator[None]:
@@ -69,10 +70,12 @@ def test_shared_experts_are_launched_first_where_they_come_last(
     if expected:
         assert log.events[:4] == ["apart", "launched", "routed", "meet"]
         assert len(log.events) == 3 * layers + 1
-    monkeypatch.setattr(beside, "MOST", 2)
-    log.events.clear()
-    assert torch.equal(logits(model), before)
-    assert set(log.events) <= {"routed"}
+    for closed in (True, False):
+        log.open = not closed
+        monkeypatch.setattr(beside, "MOST", 64 if closed else 2)
+        log.events.clear()
+        assert torch.equal(logits(model), before)
+        assert set(log.events) <= {"routed"}
 
 
 def test_a_fork_that_changes_logits_is_undone(
@@ -121,9 +124,9 @@ def test_streams_meet_on_a_gpu(
 
     monkeypatch.setattr(beside.SideStream, "apart", noted)
     monkeypatch.setattr(beside, "FEWEST", 4)
-    found = [probe_logits(skeleton.model, *forwards)[-1] for _ in range(10)]
+    with opened(skeleton.device):
+        found = [probe_logits(skeleton.model, *forwards)[-1] for _ in range(10)]
     assert len(events) == 10 * len(expert_modules(skeleton.model))
-    monkeypatch.setattr(beside, "MOST", 0)
     expected = probe_logits(skeleton.model, *forwards)[-1]
     for logits in found:
         assert relative_difference(logits, expected) <= (1e-5 if dtype == torch.float32 else 1e-2)

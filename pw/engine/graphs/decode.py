@@ -22,6 +22,7 @@ from pw.engine.graphs.inputs import DecodeInputs
 from pw.engine.graphs.tables import DeviceTables
 from pw.engine.sequence import Chunk
 from pw.memory.kv_cache import KvCache
+from pw.models.beside import opened
 from pw.models.skeleton import Skeleton
 
 
@@ -115,7 +116,8 @@ class DecodeSteps:
 
         def step() -> Tensor:
             batch.begin()
-            hidden = self._skeleton.hidden(ids, positions, batch)
+            with opened(device):
+                hidden = self._skeleton.hidden(ids, positions, batch)
             return self._skeleton.logits(hidden)
 
         experts.batch = batch
