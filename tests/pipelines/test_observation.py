@@ -72,7 +72,7 @@ def test_gradients_are_those_of_transformers(
     monkeypatch.setattr(
         observation, "_TOKENS_PER_BATCH", {"cpu": 24}
     )  # batches of 2, 2 and 1 windows
-    monkeypatch.setattr(observation, "_LOGITS_AT_ONCE", {"cpu": 97 * 2 * 5})
+    monkeypatch.setattr(observation, "LOGITS_AT_ONCE", {"cpu": 97 * 2 * 5})
     monkeypatch.setattr(activations, "MEMORY_BYTES", 0)
     model = ObservedModel(Checkpoint.open(tmp_path), "cpu", scratch=tmp_path, cache_bytes=0)
     seen, steps = WeightGradients(), []
