@@ -55,7 +55,7 @@ class Tuning:
         queue: As many blocks as the device holds take the items of the list in turn, so that an
             empty list costs little; otherwise an item is a block of the grid.
         pairs: Up to this width, 3 at most, half of the rows look up two weights at once in shared
-            memory: 14 KB at 2 bits, 32 KB at 3.
+            memory: 14 KB at 2 bits, 32 KB at 3. Not where a block takes half of the rows.
     """
 
     split: int
@@ -76,7 +76,6 @@ class Plan:
         low: For widths whose tables are in registers, up to `register_bits`.
         high: For wider ones, whose tables are in shared memory; None launches all widths as `low`.
         register_bits: At most 4.
-        widths: Least and greatest width that a block may have.
         overlap: Launches may begin while the one before ends.
         direct: A single token needs no list: each of its slots is a group. Where a module then has
             few blocks, they take half of the rows of a pair of row tiles (up to `register_bits`).
@@ -86,7 +85,6 @@ class Plan:
     low: Tuning
     high: Tuning | None
     register_bits: int = 4
-    widths: tuple[int, int] = (2, MAX_BITS)
     overlap: bool = True
     direct: bool = False
 
@@ -122,7 +120,7 @@ def choose_plan(slots: int, experts: int, shared_bytes: int = _ROOMY) -> Plan:
     """The plan for S slots over E experts, on a GPU with that much shared memory for a block."""
     if 2 * slots <= experts:  # few blocks: more warps on each, and one launch for all widths
         return Plan(1, Tuning(4, 2), None, direct=True)
-    if slots <= 5 * experts:
+    if slots <= 6 * experts:
         return Plan(1, Tuning(2, 5), Tuning(4, 2, items=2, pingpong=True, queue=True))
     if shared_bytes < _ROOMY:
         return Plan(2, Tuning(2, 4), Tuning(2, 2, items=2, queue=True))
@@ -248,15 +246,16 @@ def _launch_classes(
 ) -> None:
     """Launch the kernel of each class of widths that a block of these pages can have.
 
-    Wide ones first: their blocks take longest, and narrow ones run beside the last of them.
+    Wide ones first: their blocks take longest, and narrow ones run beside the last of them. A block
+    of down waits for its group of gate_up; so no block may have a width that `pages` rules out.
     """
     pairs = (-(-pages.rows // TILE_ROWS) + 1) // 2
-    widest = min(plan.widths[1], pages.plane_pages.shape[1])
+    planes = pages.plane_pages.shape[1]
     index = device.index or 0
     first = 1
     for number, (low, high, tuning) in reversed(list(enumerate(plan.classes))):
-        low, high = max(low, plan.widths[0]), min(high, widest)
-        if low > high:
+        high = min(high, planes)
+        if low > min(high, pages.widths[1]) or high < pages.widths[0]:
             continue
         items = tuning.items if low > plan.register_bits else 1
         halved = defines["DIRECT"] and pairs * groups <= _places(index)
@@ -264,7 +263,7 @@ def _launch_classes(
             **defines, "CLASS": number, "LOW": low, "HIGH": high, "NT": plan.token_tiles,
             "WK": tuning.split, "ITEMS": items, "BLOCKS": tuning.blocks,
             "TABLE_BITS": plan.register_bits + 1, "FIRST": first, "RESIDENT": tuning.resident,
-            "PINGPONG": int(tuning.pingpong), "PAIR_BITS": tuning.pairs,
+            "PINGPONG": int(tuning.pingpong), "PAIR_BITS": 0 if halved else tuning.pairs,
             "HALVED": int(halved), "QUEUED": 0, "SHARED_BASE": nvrtc.reserved_shared_bytes(index),
         }  # fmt: skip
         shared = max(_shared_bytes(b, plan, tuning) for b in range(low, high + 1))
