@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 import torch
 
-SIZES = (64, 128, 256, 512)  # of a head
+SIZES = (64, 128, 512)  # of a head; at 256 the Triton form is faster
 MOST_GROUP = 8  # query heads of an item: columns of an instruction of the matrix unit
 MOST_TOKENS = 512  # whose places in the list of items have room in shared memory
 _MOST_SHARE = 2
 _UNIT_ROWS, _UNIT_COLS = 16, 128
 _SHARED_BYTES, _RESERVED_BYTES = 228 << 10, 1 << 10  # of a multiprocessor (Hopper), of each block
-_FEW_HEADS = 128  # of all tokens together: about a multiprocessor for each
+_FEWER_TOKENS, _FEW_TOKENS = 2, 8
 
 
 class Arguments(ctypes.Structure):
@@ -52,18 +52,12 @@ class Plan:
     part: int
 
 
-def choose_plan(tokens: int, kv_heads: int, size: int) -> Plan:
-    """The plan for T queries."""
-    if size <= 128 and tokens <= _few(kv_heads):
-        return Plan(warps=8, units=6, blocks=1, part=256)
-    return Plan(
-        warps=4, units=3 if size == 128 else 4, blocks={256: 3, 512: 2}.get(size, 4), part=512
-    )
-
-
-def _few(kv_heads: int) -> int:
-    """Tokens that leave multiprocessors without work: a power of two, as batches of steps are."""
-    return 1 << max(1, _FEW_HEADS // kv_heads).bit_length() - 1
+def choose_plan(tokens: int, group: int, size: int) -> Plan:
+    """The plan for T queries with so many query heads of a key head."""
+    units = 3 if size == 128 else 4
+    if group == 1 and size <= 128 and tokens <= _FEW_TOKENS:
+        return Plan(warps=8, units=units, blocks=2, part=256 if tokens <= _FEWER_TOKENS else 512)
+    return Plan(warps=4, units=units, blocks=2 if size == 512 else 4, part=512)
 
 
 def share_of(group: int, size: int) -> int:
@@ -87,15 +81,15 @@ def parts_of(context: int, plan: Plan) -> int:
 
 def workspace_bytes(tokens: int, heads: int, kv_heads: int, size: int, context: int) -> int:
     """What the parts of a batch take."""
-    plan = choose_plan(tokens, kv_heads, size)
+    plan = choose_plan(tokens, heads // kv_heads, size)
     return 4 * tokens * heads * parts_of(context, plan) * (size + 2)
 
 
 def most_workspace_bytes(tokens: int, heads: int, kv_heads: int, size: int, context: int) -> int:
     """The same for the worst batch of up to so many."""
     tokens = min(tokens, MOST_TOKENS)
-    few = min(tokens, _few(kv_heads))
-    return max(workspace_bytes(n, heads, kv_heads, size, context) for n in (few, tokens))
+    counts = {min(tokens, _FEWER_TOKENS), tokens}
+    return max(workspace_bytes(n, heads, kv_heads, size, context) for n in counts)
 
 
 def constants_of(

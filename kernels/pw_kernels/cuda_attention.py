@@ -1,10 +1,10 @@
 """Attention of decode steps in CUDA C++ compiled at run time (`attention.cu`): one launch.
 
-For batches in which each sequence has about one query, heads of 64 to 512 and up to 16 query heads
-of a key head (8 of 512); `triton_attention` takes all others. Keys are cut into parts at fixed
-places, which are merged in order, so a token's result does not depend on the batch. The grid fills
-the device once, whatever the lengths are: its blocks share out the parts that there are. Nothing
-waits for the device. One launch at a time on a device: they share counters.
+For batches in which each sequence has about one query, heads of 64, 128 or 512 and up to 16 query
+heads of a key head (8 of 512); `triton_attention` takes all others. Keys are cut into parts at
+fixed places, which are merged in order, so a token's result does not depend on the batch. The grid
+fills the device once, whatever the lengths are: its blocks share out the parts that there are.
+Nothing waits for the device. One launch at a time on a device: they share counters.
 
 Axes as in `reference.py`.
 """
@@ -62,7 +62,7 @@ def fits(q: Tensor, k_pages: Tensor, v_pages: Tensor, block_tables: Tensor) -> b
 
 def _has_room(sequences: int, heads: int, kv_heads: int, size: int) -> bool:
     """Whether the lengths of all sequences fit where copies will lie."""
-    plan = choose_plan(MOST_TOKENS, kv_heads, size)
+    plan = choose_plan(MOST_TOKENS, heads // kv_heads, size)
     constants = constants_of(plan, heads, kv_heads, size, 1, torch.bfloat16)
     return 4 * (2 * sequences + 1) <= ring_bytes(constants)
 
@@ -88,7 +88,7 @@ def paged_attention(
         block_tables = block_tables.contiguous()
     query_start, seq_lens = query_start.contiguous(), seq_lens.contiguous()
     out = q.new_empty(q.shape)
-    plan = choose_plan(tokens, kv_heads, size) if plan is None else plan
+    plan = choose_plan(tokens, heads // kv_heads, size) if plan is None else plan
     parts = parts_of(block_tables.shape[1] * page_tokens, plan)
     partial = q.new_empty(tokens * heads * parts * (size + 2), dtype=torch.float32)
     arguments = Arguments(

@@ -95,7 +95,7 @@ class Case:
 def test_decode_attention(
     tmp_path: Path, heads: int, kv_heads: int, size: int, options: dict[str, Any]
 ) -> None:
-    plan = Plan(8, 6, 1, 112) if size == 64 else PLAN
+    plan = Plan(8, 4, 2, 112) if size == 64 else PLAN
     case = Case([251, 1, 30, 97], [1, 1, 0, 1], heads, kv_heads, size, plan)
     library = case.compile(tmp_path, **options)
     found, want = case.run(library, **options), case.expected(**options)
