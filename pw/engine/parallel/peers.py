@@ -38,13 +38,20 @@ class PeerSums:
 
     Raises:
         RuntimeError: This torch, or these GPUs, cannot.
+
+    Attributes:
+        made: Whether this process has made one. torch numbers by process what ranks tell each
+            other, so that ranks of a second replica would wait for each other in vain.
     """
+
+    made = False
 
     def __init__(self, nccl: Any, store: Any, folder: Path, device: torch.device) -> None:
         os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
         from torch._C._distributed_c10d import _SymmetricMemory
         from torch.distributed._symmetric_memory import empty
 
+        PeerSums.made = True
         rank, size = nccl.rank(), nccl.size()
         self._name: Any = str(folder)
         self._group = _named(self._name, nccl, store)
@@ -71,7 +78,7 @@ class PeerSums:
     @staticmethod
     def supported(size: int, device: torch.device) -> bool:
         """Whether so many ranks, one on each of this machine's first GPUs, may try."""
-        if device.type != "cuda" or not 2 <= size <= MOST_RANKS:
+        if device.type != "cuda" or not 2 <= size <= MOST_RANKS or PeerSums.made:
             return False
         own = device.index or 0
         others = (other for other in range(size) if other != own)

@@ -99,6 +99,14 @@ def test_nobody_takes_it_where_it_is_turned_off(
     assert way.calls == 0
 
 
+def test_a_process_takes_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda own, other: True)
+    monkeypatch.setattr(PeerSums, "made", False)
+    assert PeerSums.supported(2, torch.device("cuda", 0))
+    monkeypatch.setattr(PeerSums, "made", True)
+    assert not PeerSums.supported(2, torch.device("cuda", 0))
+
+
 def test_which_sums_are_small() -> None:
     peers = PeerSums.__new__(PeerSums)
     peers._bytes = SENT_BYTES // 3  # four ranks
