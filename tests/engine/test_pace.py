@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from pw.engine.precision import adaptive
 from pw.engine.precision.pace import Pace
@@ -56,6 +57,14 @@ def test_an_idle_engine_has_time_and_says_nothing_about_steps(seconds: list[floa
     assert pace.is_over()
 
 
+def trade_at(bits: NDArray[np.int64]) -> tuple[int, int, Trade]:
+    """The widest block, the narrowest, and a trade: 2 bits for one, a bit more for the other."""
+    wide, narrow = (int(at(bits)) for at in (np.argmax, np.argmin))
+    down = Plan(*(np.array([n]) for n in (wide, bits[wide], 2, 0, 0.0)), True, 0.0)
+    up = Plan(*(np.array([n]) for n in (narrow, bits[narrow], bits[narrow] + 1, 0, 0.0)), True, 0.0)
+    return wide, narrow, Trade(down, up)
+
+
 def test_a_trade_is_made_a_little_at_a_time_and_its_plan_beside_the_steps(
     qwen: tuple[Any, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -68,14 +77,12 @@ def test_a_trade_is_made_a_little_at_a_time_and_its_plan_beside_the_steps(
     for _ in range(40):
         engine.step()
     bits = precision._table.committed.copy()
-    wide, narrow = (int(at(bits)) for at in (np.argmax, np.argmin))
-    down = Plan(*(np.array([n]) for n in (wide, bits[wide], 2, 0, 0.0)), True, 0.0)
-    up = Plan(*(np.array([n]) for n in (narrow, bits[narrow], bits[narrow] + 1, 0, 0.0)), True, 0.0)
+    wide, narrow, trade = trade_at(bits)
     asked = threading.Event()
 
     def slow(*_: object) -> tuple[Trade, float]:
-        asked.wait()
-        return Trade(down, up), 0.0
+        asked.wait(60)
+        return trade, 0.0
 
     monkeypatch.setattr(adaptive, "_find_trade", slow)
     precision._rebalance()
@@ -95,6 +102,21 @@ def test_a_trade_is_made_a_little_at_a_time_and_its_plan_beside_the_steps(
     precision._rebalance()
     engine.set_policy("static:2")  # what is sought is forgotten
     assert precision._sought is None
+
+
+def test_a_trade_that_was_looked_for_before_a_promise_does_not_break_it(
+    qwen: tuple[Any, Path],
+) -> None:
+    engine = open_engine(qwen[1], memory_budget=tight_budget(qwen[1], 10, "static:3"))
+    precision: Any = engine._parts.precision
+    bits = precision._table.committed.copy()
+    wide, _, trade = trade_at(bits)
+    assert bits[wide] > 2
+    precision.floor = int(bits[wide])  # of a request that was admitted meanwhile
+    precision._trade(trade, 0.0)
+    while precision._agenda:
+        precision._begin_planned(0)
+    assert precision._table.committed[wide] == bits[wide]
 
 
 def test_under_pressure_one_plan_serves_many_steps(

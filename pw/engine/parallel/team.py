@@ -251,7 +251,7 @@ class Team:
         try:
             yield
         except Exception as error:
-            if self._given_up:
+            if self._given_up and not isinstance(error, EngineLostError):
                 raise EngineLostError(self.reason(error)) from error
             raise
 

@@ -34,9 +34,7 @@ from pw.planning.rebalance import Trade, rebalance
 logger = logging.getLogger(__name__)
 
 _REST_TURNS = 256  # before a block whose transfer failed is planned for again
-_RESERVE_SHARE = (
-    128  # of the arena: one part of so many is planned to be given up beyond what is needed
-)
+_RESERVE_SHARE = 128  # of the arena one part of so many is planned for beyond what is needed
 # Raises under way while anything runs, as many as fill the mover's chunks: the rest of a plan is
 # begun as they land, evenly, and keeps no pages until then.
 UNDER_WAY = 32
@@ -193,8 +191,8 @@ class AdaptivePrecision(PrecisionBase):
             self._begin_planned(ahead + self._low_pages)
         elif self._sought is not None:
             if self._sought.done():
-                found, self._sought = self._sought.result(), None
-                self._trade(*found)
+                sought, self._sought = self._sought, None
+                self._trade(*sought.result())
         elif below and not self._table.in_transfer and self._rebalance_is_due(turn):
             self._rebalance()
 
@@ -266,9 +264,7 @@ class AdaptivePrecision(PrecisionBase):
         """
         pages, started = decision.reload_pages, list[Move]()
         self._reserve.clear()
-        if (
-            pages >= self._least_raise()
-        ):  # else a plan would find nothing, in a hundred times the time
+        if pages >= self._least_raise():  # else a plan finds nothing, in a hundred times the time
             with self._planning():
                 found = plan_reload(self._state(hard=False), pages * self._page_bytes)
             self._agenda.extend((move, decision.reason) for move in found.moves)
@@ -295,10 +291,11 @@ class AdaptivePrecision(PrecisionBase):
 
     def _begin_planned(self, keep: int) -> list[Move]:
         """Carry out what still holds of the agenda, raises only as they leave `keep` pages free; a
-        little at a time while anything runs.
+        little at a time while anything runs. Requests that have come since a trade was looked for
+        keep the bits that they were promised.
         """
         begun: list[Move] = []
-        under_way = self._table.in_transfer
+        under_way, least = self._table.in_transfer, self._least(hard=False)
         while self._agenda and (self._idle or len(under_way) < UNDER_WAY):
             if begun and self._pace.is_over():
                 break
@@ -306,7 +303,7 @@ class AdaptivePrecision(PrecisionBase):
             if move.block in under_way or self._table.committed[move.block] != move.from_bits:
                 continue
             if move.to_bits < move.from_bits:
-                done = self._try_reduce(move, reason) > 0
+                done = move.to_bits >= least and self._try_reduce(move, reason) > 0
             else:  # of a trade: its reductions have paid for it
                 done = self._start_raise(move, reason, 0 if reason == REBALANCE else keep)
             if done:

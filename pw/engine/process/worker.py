@@ -236,8 +236,10 @@ def serve(
         logger.exception("the engine stopped at a fault of its own")
         with contextlib.suppress(OSError):
             worker.say_failed(error)
-        engine.close(lost=True)
-        leave(1)  # while the error holds all that took part in it
+        try:
+            engine.close(lost=True)
+        finally:
+            leave(1)  # while the error holds all that took part in it
         return 1
     engine.close()
     return 0
