@@ -55,16 +55,19 @@ def fits(q: Tensor, k_pages: Tensor, v_pages: Tensor, block_tables: Tensor) -> b
         and q.dtype == k_pages.dtype == v_pages.dtype
         and all(_aligned(tensor) for tensor in (q, k_pages, v_pages))
         and workspace_bytes(tokens, heads, kv_heads, size, blocks * page_tokens) <= WORKSPACE_BYTES
-        and _has_room(sequences, heads, kv_heads, size)
+        and _has_room(q, sequences, kv_heads)
         and torch.cuda.get_device_capability(q.device) >= (8, 0)
     )
 
 
-def _has_room(sequences: int, heads: int, kv_heads: int, size: int) -> bool:
-    """Whether the lengths of all sequences fit where copies will lie."""
-    plan = choose_plan(MOST_TOKENS, heads // kv_heads, size)
+def _has_room(q: Tensor, sequences: int, kv_heads: int) -> bool:
+    """Whether the device has room for a block, and a block for the lengths of all sequences."""
+    tokens, heads, size = q.shape
+    plan = choose_plan(tokens, heads // kv_heads, size)
     constants = constants_of(plan, heads, kv_heads, size, 1, torch.bfloat16)
-    return 4 * (2 * sequences + 1) <= ring_bytes(constants)
+    room = nvrtc.shared_bytes(q.device.index or 0)
+    fits_block = shared_bytes(constants, tokens) <= room
+    return fits_block and 4 * (2 * sequences + 1) <= ring_bytes(constants)
 
 
 def paged_attention(

@@ -59,7 +59,15 @@ def fits(x: Tensor, weight: Tensor, inner: int = 0, *, forced: bool = False) -> 
         and _aligned(x)
         and weight.data_ptr() % 16 == 0
         and torch.cuda.get_device_capability(x.device) >= (8, 0)
+        and _has_room(x)
     )
+
+
+def _has_room(x: Tensor) -> bool:
+    """Whether the device has shared memory for a block; with a norm it takes less, or little."""
+    tokens, cols = x.shape
+    size = choose_plan(tokens, cols, norm=False).shared_bytes(cols, norm=False)
+    return size <= nvrtc.shared_bytes(x.device.index or 0)
 
 
 def product(

@@ -1,6 +1,6 @@
 // Which tokens an expert has, and the sum over the experts of a token. Compiled at run time by NVRTC (cuda_moe.py).
 //
-//   EXPERTS, TOKENS (slots of a group), TOP_K, THREADS of the block, BFLOAT16 / FLOAT16 output of `combine`
+//   EXPERTS, TOKENS (slots of a group), TOP_K, THREADS of the block; FLOAT16, 1: `combine` writes fp16; 0: bf16
 //
 // One block groups the slots of each expert, lists the groups for both modules by class of width, those of a width in no
 // order, and adds up router weights in fixed point, so that the sums do not depend on the order of the threads.

@@ -116,6 +116,7 @@ class _Fork:
             module.__dict__["forward"] = forward
 
     def _forked(self, hidden: Tensor) -> Tensor:
+        self._result = None  # of a call that broke before it was taken
         if self.tried or (self._beside.open and pays(hidden.numel() // hidden.shape[-1])):
             with self._beside.apart():
                 self._result = self._shared(hidden)

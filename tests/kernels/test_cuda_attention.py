@@ -62,6 +62,15 @@ def test_workspace_grows_with_the_batch() -> None:
             assert workspace_bytes(tokens, heads, kv_heads, size, 5000) <= most
 
 
+def test_a_block_has_room_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    few, more = (torch.empty(tokens, 16, 128) for tokens in (8, 9))
+    for kilobytes, rooms in ((227, (True, True)), (99, (False, True)), (48, (False, False))):
+        monkeypatch.setattr(nvrtc, "shared_bytes", lambda _, size=kilobytes << 10: size)
+        assert tuple(cuda_attention._has_room(q, 9, 16) for q in (few, more)) == rooms
+    monkeypatch.setattr(nvrtc, "shared_bytes", lambda _: 227 << 10)
+    assert not cuda_attention._has_room(more, 1 << 13, 16)
+
+
 class Call:
     """A padded decode step over scattered pages."""
 

@@ -70,6 +70,21 @@ def test_a_plan_fits_a_multiprocessor(cols: int, tokens: int, norm: bool) -> Non
     assert plan.blocks * plan.warps * 32 <= 1024
 
 
+@pytest.mark.parametrize(("kilobytes", "most"), [(227, 14336), (163, 5120), (99, 3072)])
+def test_torch_takes_what_the_device_has_no_room_for(
+    kilobytes: int, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernels = pytest.importorskip("pw_kernels.cuda_products", reason="needs cuda-bindings")
+    monkeypatch.setattr(kernels.nvrtc, "shared_bytes", lambda _: kilobytes << 10)
+    rows = [torch.empty(8, cols) for cols in range(STEP, 14337, STEP)]
+    taken = [x for x in rows if kernels._has_room(x)]
+    assert taken[-1].shape[1] == most
+    for x in filter(kernels.norms, taken):
+        assert choose_plan(8, x.shape[1], norm=True).shared_bytes(x.shape[1], True) <= (
+            kilobytes << 10
+        )
+
+
 @pytest.mark.parametrize("capability", [80, 90, 100])
 def test_compiles_ahead_of_time(capability: int) -> None:
     nvrtc = pytest.importorskip("pw_kernels.nvrtc", reason="needs cuda-bindings")

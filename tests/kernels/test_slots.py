@@ -62,7 +62,10 @@ def test_a_product_adds_them_up_on_a_gpu(tokens: int) -> None:
     summed = dispatch.fused_moe(*given, **options, live=live)
     slots = dispatch.fused_moe_slots(*given, **options, live=live)
     assert isinstance(slots, SlotResults)
-    assert torch.equal(slots.sum(torch.bfloat16)[int(live) :], summed[int(live) :])
+    sums = slots.sum(torch.bfloat16)
+    assert (sums.float() - summed.float()).norm() <= 1e-2 * summed.float().norm()
+    assert not sums[int(live) :].any()
+    assert not summed[int(live) :].any()
     weight = (torch.randn(256, 512) / 22).bfloat16().cuda()
     y, x = torch.randn(tokens, 512).bfloat16().cuda(), given[0]
     share = torch.randn(tokens, 1).bfloat16().cuda()

@@ -92,6 +92,27 @@ def test_a_fork_that_changes_logits_is_undone(
     assert not log.events
 
 
+def test_a_call_that_broke_leaves_nothing_for_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, log = load("glm4_moe", tmp_path, monkeypatch), Log()
+    assert fork_shared_experts(model, partial(general_forward, model), log)
+    monkeypatch.setattr(beside, "FEWEST", 4)
+    before = logits(model)
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("broken")
+
+    hook = expert_modules(model)[0][1].register_forward_pre_hook(broken)
+    with pytest.raises(RuntimeError, match="broken"):
+        logits(model)
+    hook.remove()
+    log.open = False
+    log.events.clear()
+    assert torch.equal(logits(model), before)
+    assert not log.events
+
+
 def test_a_rank_s_part_stays_on_one_stream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, log = load("deepseek_v3", tmp_path, monkeypatch), Log()
     for name, _ in expert_modules(model):
