@@ -33,13 +33,14 @@ class Meeting:
     def connect(self, rank: int, reduction: Reduction) -> None:
         """Let a rank's partial sums meet the others'."""
 
-        def all_reduce(partial: Tensor) -> Tensor:
+        def all_reduce(partial: Tensor, add: Tensor | None = None) -> Tensor:
             self._brought[rank] = partial.clone()
             self._barrier.wait()
             self.sums += rank == 0
             total = torch.stack(self._brought).sum(0)
             self._barrier.wait()
-            return partial.copy_(total)
+            partial.copy_(total)
+            return partial if add is None else add + partial
 
         reduction.connect(all_reduce)
 
