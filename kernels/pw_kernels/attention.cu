@@ -39,8 +39,6 @@ DI float4 load_four(const float* p) {
   return v;
 }
 DI void copy_async(u32 to, u64 from) { asm volatile("cp.async.cg.shared.global [%0],[%1],16;" ::"r"(to), "l"(from) : "memory"); }
-DI void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int PENDING> DI void wait() { asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory"); }
 // Four matrices of 8 rows of 16 bytes, whose addresses the lanes give: as operands of the matrix unit, by rows or by columns.
 DI void load_rows(u32* r, u32 at) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3},[%4];"
@@ -51,13 +49,6 @@ DI void load_columns(u32* r, u32 at) {
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(at) : "memory");
 }
 DI u32 transposed(u32 v) { u32 r; asm("movmatrix.sync.aligned.m8n8.trans.b16 %0,%1;" : "=r"(r) : "r"(v)); return r; }
-#if __CUDA_ARCH__ >= 900
-DI void wait_for_earlier() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-DI void let_next_begin() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
-#else
-DI void wait_for_earlier() {}
-DI void let_next_begin() {}
-#endif
 
 struct Arguments {
   const u16* q;            // [T, HEADS * GROUP, SIZE]

@@ -1,4 +1,5 @@
-// What the CUDA sources of this package share: short names, bits of a word, products of the matrix unit, rounding.
+// What the CUDA sources of this package share: short names, bits of a word, products of the matrix unit, rounding,
+// copies that are waited for, launches that overlap.
 // Included as text (sources.py). FLOAT16, 1: numbers of 16 bits are fp16; 0: bf16.
 
 typedef unsigned int u32;
@@ -36,3 +37,22 @@ DI u16 to_half(float v) {
 #endif
   return h;
 }
+DI float from_half(u16 h) {
+#if FLOAT16
+  float v;
+  asm("cvt.f32.f16 %0,%1;" : "=f"(v) : "h"(h));
+  return v;
+#else
+  return __uint_as_float((u32)h << 16);
+#endif
+}
+DI void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int PENDING> DI void wait() { asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory"); }
+// A launch may begin while the one before it ends: what that one writes is there after the wait, not before.
+#if __CUDA_ARCH__ >= 900
+DI void wait_for_earlier() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+DI void let_next_begin() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+#else
+DI void wait_for_earlier() {}
+DI void let_next_begin() {}
+#endif

@@ -70,13 +70,6 @@ DI float activate(float gate, float up) {
 // One block of every other launch waits at its end for the launch before it, so that "complete" always means that everything
 // before is complete, too.
 
-#if __CUDA_ARCH__ >= 900
-DI void wait_for_earlier() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-DI void let_next_begin() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
-#else
-DI void wait_for_earlier() {}
-DI void let_next_begin() {}
-#endif
 DI void at_the_end() {
   if ((!FIRST || !GATED) && blockIdx.x == 0 && blockIdx.y == 0) wait_for_earlier();
 }
@@ -234,8 +227,6 @@ DI void copy_async(u32 to, u64 from, u32 bytes) {              // the rest of 16
   asm volatile("cp.async.ca.shared.global [%0],[%1],16,%2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
 }
 DI void copy_async8(u32 to, u64 from) { asm volatile("cp.async.ca.shared.global [%0],[%1],8;" ::"r"(to), "l"(from) : "memory"); }
-DI void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int PENDING> DI void wait() { asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory"); }
 
 // A look-up in tables in shared memory: see below, "up to 8 bits".
 template <int OFFSET> DI u32 entry(u32 at) { u32 d; asm volatile("ld.shared.u16 %0,[%1+%2];" : "=r"(d) : "r"(at), "n"(SHARED_BASE + OFFSET)); return d; }

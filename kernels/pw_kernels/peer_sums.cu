@@ -25,13 +25,6 @@ struct Arguments {
   int count, capacity;                    // words
 };
 
-#if __CUDA_ARCH__ >= 900
-DI void wait_for_earlier() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-DI void let_next_begin() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
-#else
-DI void wait_for_earlier() {}
-DI void let_next_begin() {}
-#endif
 DI void store_line(u64* p, u64 line) { asm volatile("st.relaxed.sys.global.u64 [%0],%1;" :: "l"(p), "l"(line) : "memory"); }
 DI u64 load_line(const u64* p) {
   u64 line;
@@ -43,29 +36,18 @@ DI u32 load_flag(const u32* p) {
   asm volatile("ld.relaxed.sys.global.u32 %0,[%1];" : "=r"(flag) : "l"(p) : "memory");
   return flag;
 }
-DI float as_float(u32 bits) { float v; asm("mov.b32 %0,%1;" : "=f"(v) : "r"(bits)); return v; }
-DI u32 as_bits(float v) { u32 bits; asm("mov.b32 %0,%1;" : "=r"(bits) : "f"(v)); return bits; }
-DI float from_half(u32 bits) {
-#if FLOAT16
-  float v;
-  asm("cvt.f32.f16 %0,%1;" : "=f"(v) : "h"((u16)bits));
-  return v;
-#else
-  return as_float(bits << 16);
-#endif
-}
 
 // The numbers of a word, added up in fp32.
 struct Numbers {
   float sums[WIDE ? 4 : 8];
   DI void add(const u32* word) {
     UNROLL for (int i = 0; i < PARTS; i++) {
-      if (WIDE) sums[i] += as_float(word[i]);
-      else { sums[2 * i] += from_half(word[i] & 0xFFFF); sums[2 * i + 1] += from_half(word[i] >> 16); }
+      if (WIDE) sums[i] += __uint_as_float(word[i]);
+      else { sums[2 * i] += from_half((u16)word[i]); sums[2 * i + 1] += from_half((u16)(word[i] >> 16)); }
     }
   }
   DI u32 part(int i) const {
-    return WIDE ? as_bits(sums[i]) : to_half(sums[2 * i]) | (u32)to_half(sums[2 * i + 1]) << 16;
+    return WIDE ? __float_as_uint(sums[i]) : to_half(sums[2 * i]) | (u32)to_half(sums[2 * i + 1]) << 16;
   }
 };
 

@@ -19,15 +19,6 @@
 
 #include "common.cuh"
 
-DI float from_half(u16 h) {
-#if FLOAT16
-  float v;
-  asm("cvt.f32.f16 %0,%1;" : "=f"(v) : "h"(h));
-  return v;
-#else
-  return __uint_as_float((u32)h << 16);
-#endif
-}
 // For what a launch that overlaps with this one wrote: not from the cache of a multiprocessor, not before the wait for it.
 DI uint4 load_written(const uint4* p) {
   uint4 v;
@@ -52,15 +43,6 @@ DI u64 load_id(const u64* p) {
 DI void copy_async(u32 to, u64 from) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0],[%1],16;" :: "r"(to), "l"(from) : "memory");
 }
-DI void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int PENDING> DI void wait() { asm volatile("cp.async.wait_group %0;" :: "n"(PENDING) : "memory"); }
-#if __CUDA_ARCH__ >= 900
-DI void wait_for_earlier() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-DI void let_next_begin() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
-#else
-DI void wait_for_earlier() {}
-DI void let_next_begin() {}
-#endif
 DI float rounded(float v) { return from_half(to_half(v)); }
 DI float activate(float gate) {
 #if KIND == 1

@@ -71,8 +71,6 @@ DI u64 operand(u32 at) { return (u64)(at >> 4) | 1ull << 16 | 64ull << 32 | 1ull
 
 // Launches overlap: each begins while the one before it ends, waits for that one, then lets the next begin; so when a launch
 // begins, everything before the one before it is complete, work lists among it. Later launches of a module wait at their end.
-DI void wait_for_earlier() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-DI void let_next_begin() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
 // ---- where things are ---------------------------------------------------------------------------------------
 

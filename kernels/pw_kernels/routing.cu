@@ -5,10 +5,7 @@
 // One block groups the slots of each expert, lists the groups for both modules by class of width, those of a width in no
 // order, and adds up router weights in fixed point, so that the sums do not depend on the order of the threads.
 
-typedef unsigned int u32;
-typedef unsigned long long u64;
-typedef unsigned short u16;
-#define UNROLL _Pragma("unroll")
+#include "common.cuh"
 
 struct Routing {
   const long long* ids;   // [S] experts; outside [0, EXPERTS): no expert
@@ -27,21 +24,12 @@ struct Routing {
   int progress_count;
 };
 
-// As in moe.cu: a launch may begin while the one before it ends.
-#if __CUDA_ARCH__ >= 900
-#define WAIT_FOR_EARLIER() asm volatile("griddepcontrol.wait;" ::: "memory")
-#define LET_NEXT_BEGIN() asm volatile("griddepcontrol.launch_dependents;" ::: "memory")
-#else
-#define WAIT_FOR_EARLIER()
-#define LET_NEXT_BEGIN()
-#endif
-
 extern "C" __global__ void __launch_bounds__(THREADS) route(Routing a) {
   __shared__ u32 counts[EXPERTS];
   __shared__ int first[EXPERTS];
   __shared__ u64 mass[EXPERTS], square[EXPERTS];
   __shared__ int listed[2][9], all;                             // groups of each module and width
-  LET_NEXT_BEGIN();
+  let_next_begin();
   // All that a thread will need of its expert and of its first slot, at once; any others are read when it is their turn.
   int e = threadIdx.x, width[2] = {0, 0}, offset[2] = {0, 0}, count = a.slot_count;
   long long id = e < a.slot_count ? a.ids[e] : -1;
@@ -102,16 +90,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) route(Routing a) {
   }
 }
 
-__device__ u16 narrow(float v) {
-  u16 h;
-#if FLOAT16
-  asm("cvt.rn.f16.f32 %0,%1;" : "=h"(h) : "f"(v));
-#else
-  asm("cvt.rn.bf16.f32 %0,%1;" : "=h"(h) : "f"(v));
-#endif
-  return h;
-}
-
 // out [T, width] = weighted results [S, width] of each token, added in slot order; width a multiple of 4.
 // Zero for tokens from live[0] on.
 extern "C" __global__ void __launch_bounds__(256) combine(const float4* results, const long long* ids, ushort4* out, int width,
@@ -123,12 +101,12 @@ extern "C" __global__ void __launch_bounds__(256) combine(const float4* results,
     long long e = ids[(u64)blockIdx.y * TOP_K + j];
     routed[j] = e >= 0 && e < EXPERTS && !(live && (int)blockIdx.y >= live[0]);
   }
-  WAIT_FOR_EARLIER();
+  wait_for_earlier();
   float4 sum = make_float4(0, 0, 0, 0);
   UNROLL for (int j = 0; j < TOP_K; j++) {
     if (!routed[j]) continue;
     float4 v = __ldcs(results + ((u64)blockIdx.y * TOP_K + j) * (width / 4) + column);
     sum.x += v.x; sum.y += v.y; sum.z += v.z; sum.w += v.w;
   }
-  out[(u64)blockIdx.y * (width / 4) + column] = make_ushort4(narrow(sum.x), narrow(sum.y), narrow(sum.z), narrow(sum.w));
+  out[(u64)blockIdx.y * (width / 4) + column] = make_ushort4(to_half(sum.x), to_half(sum.y), to_half(sum.z), to_half(sum.w));
 }

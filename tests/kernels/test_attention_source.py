@@ -14,8 +14,8 @@ from pw_kernels.attention_plans import Arguments, Plan, constants_of
 from support.cuda_source import CudaSource
 
 SOURCE = CudaSource("attention.cu", "attention_on_cpu.h", [  # defined by the headers
-    "exp2_fast", "load_int", "load_pair", "load_four", "copy_async", "commit", "wait", "load_rows",
-    "load_columns", "transposed", "wait_for_earlier", "let_next_begin",
+    "exp2_fast", "load_int", "load_pair", "load_four", "copy_async", "load_rows",
+    "load_columns", "transposed",
 ])  # fmt: skip
 DTYPE = torch.bfloat16
 PLAN = Plan(warps=4, units=3, blocks=2, part=96)

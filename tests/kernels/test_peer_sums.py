@@ -24,8 +24,7 @@ from pw_kernels.cuda_peers import (
 from support.cuda_source import CudaSource
 
 SOURCE = CudaSource("peer_sums.cu", "peers_on_cpu.h", [  # defined by the headers
-    "store_line", "load_line", "load_flag", "as_float", "as_bits", "wait_for_earlier",
-    "let_next_begin",
+    "store_line", "load_line", "load_flag",
 ])  # fmt: skip
 CAPACITY = 400  # words
 

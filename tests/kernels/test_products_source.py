@@ -15,8 +15,7 @@ from pw_kernels.step import Norm
 from support.cuda_source import CudaSource
 
 SOURCE = CudaSource("products.cu", "products_on_cpu.h", [  # defined by the headers
-    "load_written", "load_number", "load_float", "load_id", "copy_async", "commit",
-    "wait", "wait_for_earlier", "let_next_begin",
+    "load_written", "load_number", "load_float", "load_id", "copy_async",
 ])  # fmt: skip
 DTYPE = torch.bfloat16
 

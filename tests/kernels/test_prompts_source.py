@@ -22,7 +22,6 @@ SOURCE = CudaSource("prompts.cu", "prompts_on_cpu.h", [  # defined by the header
     "barrier_init", "barriers_ready", "barrier_expect",
     "barrier_arrive", "barrier_wait", "copy_bulk", "copy_words", "words_commit", "words_wait",
     "warpgroup_meet", "unit_fence", "unit_commit", "unit_wait", "unit_multiply", "entry",
-    "wait_for_earlier", "let_next_begin",
 ], "prompts_on_cpu.cpp")  # fmt: skip
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")

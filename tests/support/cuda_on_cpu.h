@@ -88,7 +88,8 @@ inline u16 to_half(float value) {
   memcpy(&bits, &value, 4);
   return (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
 }
-inline u16 narrow(float value) { return to_half(value); }
+inline u32 __float_as_uint(float v) { u32 bits; memcpy(&bits, &v, 4); return bits; }
+inline float __uint_as_float(u32 bits) { float v; memcpy(&v, &bits, 4); return v; }
 inline void wait_for_earlier() {}
 inline void let_next_begin() {}
 inline u32 load_acquire(const u32* p) { return *p; }

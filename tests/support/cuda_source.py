@@ -16,7 +16,10 @@ from typing import Any
 from pw_kernels.sources import cuda_text
 
 SUPPORT = Path(__file__).parent
-_COMMON = ("prmt", "lop3", "mad", "multiply", "to_half")  # of common.cuh
+_COMMON = (  # of common.cuh
+    "prmt", "lop3", "mad", "multiply", "to_half", "commit", "wait", "wait_for_earlier",
+    "let_next_begin",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -28,14 +31,12 @@ class CudaSource:
         header: Of this folder.
         instructions: Functions that the header defines, beside those of common.cuh.
         runtime: The file of this folder that runs blocks.
-        common: Whether it includes common.cuh.
     """
 
     name: str
     header: str
     instructions: Sequence[str]
     runtime: str = "cuda_on_cpu.cpp"
-    common: bool = True
 
     def compile(self, folder: Path, call: str, defines: Mapping[str, int]) -> Any:
         """A library with `run(arguments, columns, rows, threads)`: a grid whose blocks `call`."""
@@ -53,7 +54,7 @@ class CudaSource:
         """The source without single instructions and types, and with an entry that makes `call`."""
         source = cuda_text(self.name)
         source = re.sub(r"typedef unsigned .*;\n", "", source)
-        for name in (*(_COMMON if self.common else ()), *self.instructions):
+        for name in (*_COMMON, *self.instructions):
             source = _without(name, source)
         source = re.sub(r"extern __shared__ __align__\(\d+\)", 'extern "C"', source)
         entry = f'extern "C" void kernel(const void* all) {{ {call} }}'

@@ -5,5 +5,3 @@
 inline void store_line(u64* p, u64 line) { *p = line; }
 inline u64 load_line(const u64* p) { return *p; }
 inline u32 load_flag(const u32* p) { return *p; }
-inline float as_float(u32 bits) { float v; memcpy(&v, &bits, 4); return v; }
-inline u32 as_bits(float v) { u32 bits; memcpy(&bits, &v, 4); return bits; }

@@ -2,8 +2,6 @@
 
 #include "cuda_on_cpu.h"
 
-inline u32 __float_as_uint(float v) { u32 bits; memcpy(&bits, &v, 4); return bits; }
-inline float __uint_as_float(u32 bits) { float v; memcpy(&v, &bits, 4); return v; }
 inline float rsqrtf(float v) { return 1.0f / std::sqrt(v); }
 inline u32 atomicAdd(u32* at, u32 by) { u32 before = *at; *at += by; return before; }
 inline void __threadfence() {}
