@@ -155,7 +155,7 @@ class BytesByClass:
     kv: int = 0
     free: int = 0  # free pages of the arena
     tables: int = 0  # page tables, KV block tables
-    workspace: int = 0  # scratch and activations
+    workspace: int = 0  # scratch and activations; inboxes of the ranks' sums
     padding: int = 0  # bytes in weight pages that hold nothing (contained in planes and luts)
     host: int = 0  # outside the budget: host plane store
     budget: int = 0

@@ -27,6 +27,19 @@ from pw_kernels.cuda_peers import (
 SENT_BYTES = 1 << 20  # of a sum that a rank has for the others at most; beyond, NCCL is faster
 
 
+def own_bytes(size: int) -> int:
+    """Bytes that each of so many ranks keeps for small sums, on its GPU; where it may try."""
+    if not 2 <= size <= MOST_RANKS:
+        return 0
+    words = _most_bytes(size) // WORD_BYTES
+    return inbox_bytes(size, words) + 4 * (blocks_of(words) + 1)  # turns, given_up
+
+
+def _most_bytes(size: int) -> int:
+    """Of a sum of so many ranks."""
+    return SENT_BYTES // (size - 1) // WORD_BYTES * WORD_BYTES
+
+
 class PeerSums:
     """Connects the ranks; all must make it at the same time, and wait for each other then.
 
@@ -55,7 +68,7 @@ class PeerSums:
         rank, size = nccl.rank(), nccl.size()
         self._name: Any = str(folder)
         self._group = _named(self._name, nccl, store)
-        self._bytes = SENT_BYTES // (size - 1) // WORD_BYTES * WORD_BYTES
+        self._bytes = _most_bytes(size)
         capacity = self._bytes // WORD_BYTES
         _SymmetricMemory.set_group_info(self._name, rank, size, store)
         self._inbox = empty(inbox_bytes(size, capacity), dtype=torch.uint8, device=device)

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pw.config import EngineConfig
+from pw.engine.parallel import peers
 from pw.engine.precision.statistics import statistics_bytes
 from pw.engine.start.sources import WeightSource, dtype_of
 from pw.errors import ConfigError
@@ -76,6 +77,7 @@ def demand_of(
     if skeleton.device.type == "cuda":
         # Between the host and the arena, by the mover and at a safe point, and the page table.
         workspace += CHUNK_BYTES + arena.STAGING_BYTES + mirror.STAGING_BYTES
+        workspace += peers.own_bytes(config.tensor_parallel_size)
     return Demand(
         geometry=source.geometry,
         kv=skeleton.kv,

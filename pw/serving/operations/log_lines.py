@@ -24,7 +24,7 @@ _CLASSES = {
     "kv": "KV cache, in use",
     "free": "pages free for planes or KV",
     "tables": "page and block tables",
-    "workspace": "scratch and activations",
+    "workspace": "scratch, activations, sums of ranks",
 }
 
 

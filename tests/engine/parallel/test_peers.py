@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from pw.config import EngineConfig
 from pw.engine.parallel import group as groups
 from pw.engine.parallel.group import RankGroup
-from pw.engine.parallel.peers import SENT_BYTES, PeerSums
+from pw.engine.parallel.peers import SENT_BYTES, PeerSums, own_bytes
+from pw.engine.start.demand import demand_of
+from pw.engine.start.sources import load
+from support.engines import make_artifact
 
 CPU = torch.device("cpu")
 
@@ -118,3 +123,19 @@ def test_which_sums_are_small() -> None:
     assert not peers.takes(torch.zeros(0))
     assert not PeerSums.supported(2, CPU)
     assert not PeerSums.supported(9, torch.device("cuda", 0))  # its kernel is for eight
+
+
+def test_inboxes_are_part_of_the_memory_plan(tmp_path: Path) -> None:
+    path = make_artifact("qwen2_moe", tmp_path)[1]
+    loaded = load(path, EngineConfig(), CPU)
+    skeleton = dataclasses.replace(loaded.skeleton, device=torch.device("cuda"))
+
+    def workspace(size: int) -> int:
+        config = EngineConfig(tensor_parallel_size=size)
+        return demand_of(loaded.source, skeleton, config, None).workspace
+
+    assert workspace(2) - workspace(1) == own_bytes(2)
+    lines = 2 * 2 * (SENT_BYTES // 4) * 8  # two places, two senders, a line of 8 bytes for each 4
+    assert lines < own_bytes(2) < lines + (1 << 16)
+    assert own_bytes(8) < lines  # they take in from more, and send each less
+    assert own_bytes(1) == own_bytes(9) == 0  # NCCL alone
