@@ -35,6 +35,7 @@ class _Tile:
 
 _DECODE = _Tile(slots=16, rows=64, step=128, warps=4, stages=4)
 _PROMPT = _Tile(slots=128, rows=128, step=64, warps=8, stages=3)
+_FULL = _Tile(slots=16, rows=64, step=32, warps=4, stages=2)  # of fp32, which is for comparisons
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ def fits(x: Tensor, gate_up: Tensor, down: Tensor, activation: Activation) -> bo
     """Whether these kernels can take a call; anything else is for `dense.dense_moe`."""
     return (
         x.is_cuda
-        and x.dtype in (torch.bfloat16, torch.float16)
+        and x.dtype in (torch.bfloat16, torch.float16, torch.float32)
         and x.dtype == gate_up.dtype == down.dtype
         and gate_up.is_contiguous()
         and down.is_contiguous()
@@ -90,11 +91,14 @@ def dense_moe(
     out = torch.empty(x.shape[0], hidden_size, dtype=x.dtype, device=x.device)
     if not count:
         return out
-    tile = _DECODE if count < _MANY_SLOTS * experts else _PROMPT
+    full = x.dtype == torch.float32
+    tile = _FULL if full else _DECODE if count < _MANY_SLOTS * experts else _PROMPT
     plain = _no_planes(experts, x.device)
     routed = route(topk_ids, topk_weights, (plain, plain), tile.slots, 0, None, live)
     hidden = torch.empty(count, inner, dtype=x.dtype, device=x.device)
-    results = torch.empty(count, hidden_size, dtype=torch.float32, device=x.device)
+    # Slots without an expert are not written: the sum of 16-bit results leaves them out itself.
+    new = torch.zeros if full else torch.empty
+    results = new(count, hidden_size, dtype=torch.float32, device=x.device)
     for source, matrices, target, bias, gated in (
         (x.contiguous(), gate_up, hidden, gate_up_bias, True),
         (hidden, down, results, down_bias, False),
@@ -109,5 +113,7 @@ def dense_moe(
             STEP=tile.step, GATED=gated, KIND=KINDS[activation] if gated else 0,
             HAS_BIAS=bias is not None, num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
+    if full:
+        return results.view(-1, top_k, hidden_size).sum(1)
     combine(results, routed, out)
     return out

@@ -51,7 +51,7 @@ def grouped_kernel(
         inside = at < COLS
         inputs = tl.load(x_rows + at[None, :], mask=inside[None, :], other=0.0)
         block = tl.load(blocks + at[:, None], mask=inside[:, None], other=0.0)
-        total = tl.dot(inputs, block, total)
+        total = tl.dot(inputs, block, total, input_precision="ieee")  # of fp32 all digits
     if HAS_BIAS:
         total += tl.load(bias + expert * ALL_ROWS + rows)[None, :]
     if GATED:

@@ -220,8 +220,9 @@ def matrix(
     policy: Annotated[
         list[str] | None,
         typer.Option(
-            help="dense, static:<bits> or adaptive:<bits> (planned widths in the bytes of so many "
-            "bits); repeatable (default: dense, static:6, :4, :3, adaptive:4, :3)."
+            help="dense, static:<bits>, adaptive:<bits> (planned widths in the bytes of so many "
+            "bits) or held:<bits> (those widths, fixed); repeatable (default: dense, static:6, "
+            ":4, :3, adaptive:4, :3)."
         ),
     ] = None,
     batch_size: Annotated[
@@ -238,6 +239,9 @@ def matrix(
         int, typer.Option(help="No cell whose contexts have more tokens together.")
     ] = 1 << 20,
     seconds: Annotated[float, typer.Option(help="No cell is begun after so many.")] = float("inf"),
+    kernels: Annotated[
+        bool, typer.Option("--kernels", help="Where the device's time goes, by kind of kernel.")
+    ] = False,
     transformers: Annotated[
         bool, typer.Option("--transformers", help="Its `generate` too, one sequence, same shape.")
     ] = False,
@@ -262,7 +266,8 @@ def matrix(
     budget = None if longest_within is None else parse_bytes(longest_within)
 
     from pw.engine.start.ground import device_of
-    from pw.evaluation.bench.matrix import Matrix, longest_contexts, run_matrix
+    from pw.evaluation.bench.longest import longest_contexts
+    from pw.evaluation.bench.matrix import Matrix, run_matrix
     from pw.evaluation.bench.peers import transformers_generate
     from pw.evaluation.bench.tables import report
 
@@ -272,6 +277,7 @@ def matrix(
         prompt_tokens=prompt_tokens,
         most_tokens=most_tokens,
         seconds=seconds,
+        kernels=kernels,
         **{name: tuple(value) for name, value in given.items() if value},  # type: ignore[arg-type]
     )
     settings = asdict(cells) | {"seconds": None if seconds == float("inf") else seconds}
@@ -281,7 +287,7 @@ def matrix(
         figures["transformers"] = transformers_generate(path, device_of(config), cells.contexts)
     figures |= run_matrix(path, config, cells, tell)
     if budget is not None:
-        fixed = [name for name in cells.policies if not name.startswith("adaptive")]
+        fixed = [name for name in cells.policies if not name.startswith(("adaptive", "held"))]
         within = replace(config, memory_budget=budget)
         figures["longest_contexts"] = longest_contexts(path, within, ["adaptive", *fixed])
     if form == "md":

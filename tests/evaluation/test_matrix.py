@@ -13,16 +13,21 @@ from pw.config import EngineConfig, PlannerConfig, PrecisionPolicy
 from pw.engine import Engine
 from pw.errors import ConfigError, PwError
 from pw.evaluation.bench.filling import Ballast, fill
-from pw.evaluation.bench.floor import copy_bandwidth, step_bytes
-from pw.evaluation.bench.matrix import Matrix, longest_contexts, parse_policy, run_matrix
+from pw.evaluation.bench.floor import StepBytes, copy_bandwidth, step_bytes
+from pw.evaluation.bench.longest import longest_contexts
+from pw.evaluation.bench.matrix import Matrix, parse_policy, run_matrix
 from pw.evaluation.bench.peers import transformers_generate
+from pw.evaluation.bench.profile import Run, by_class, class_floors
 from pw.evaluation.bench.tables import at_equal_bytes, report, speedups
 from pw.models.stand_in import write_folder
 
 LAYERS, HIDDEN, INNER, EXPERTS, TOP_K, HEADS = 2, 64, 48, 6, 2, 2
 CONFIG = EngineConfig(memory_budget=48 << 20, device="cpu", load_format="dummy", max_num_seqs=4)
 SMALL = Matrix(
-    policies=("dense", "static:3", "adaptive:3"), batches=(1, 4), contexts=(48,), steps=3
+    policies=("dense", "held:3", "static:3", "adaptive:3"),
+    batches=(1, 4),
+    contexts=(48,),
+    steps=3,
 )
 
 
@@ -119,8 +124,12 @@ def test_all_cells_in_one_run(folder: Path) -> None:
     found = run_matrix(folder, CONFIG, SMALL, told.append)
     cells = found["cells"]
     assert [(c["policy"], c["batch"]) for c in cells] == [
-        (policy, batch) for policy in SMALL.policies for batch in (1, 4)
+        (policy, batch)
+        for policy in ("dense", "static:3", "adaptive:3", "held:3")
+        for batch in (1, 4)
     ]
+    bits = {c["policy"]: c["blocks_by_bits"] for c in cells if c["batch"] == 1}
+    assert bits["held:3"] == bits["adaptive:3"] != bits["static:3"]
     for cell in cells:
         assert cell["ttft_ms"] <= cell["ttft_last_ms"]
         assert 0 < cell["itl_p50_ms"] <= cell["itl_p99_ms"]
@@ -131,8 +140,8 @@ def test_all_cells_in_one_run(folder: Path) -> None:
     for row in found["adaptive_over_uniform"]:
         assert row["weight_bytes_ratio"] == pytest.approx(1, abs=0.03)
         assert row["total_bytes_ratio"] == pytest.approx(1, abs=0.01)
-    assert len(found["speedups_over_dense"]) == 4
-    assert sum("ready" in text for text in told) == 3
+    assert len(found["speedups_over_dense"]) == 6
+    assert sum("ready" in text for text in told) == 4
     text = report(found)
     assert "| static:3 | 4 | 48 |" in text
     assert "adaptive over uniform" in text
@@ -157,7 +166,7 @@ def test_what_does_not_fit_is_said_and_the_rest_is_measured(folder: Path) -> Non
 
 def test_cells_that_come_too_late_are_named(folder: Path) -> None:
     found = run_matrix(folder, CONFIG, replace(SMALL, seconds=0.0))
-    assert [cell["policy"] for cell in found["cells"]] == list(SMALL.policies)
+    assert {cell["policy"] for cell in found["cells"]} == set(SMALL.policies)
     assert {cell["left_out"] for cell in found["cells"]} == {"no time left"}
 
 
@@ -170,6 +179,35 @@ def test_adaptive_policies_share_an_engine_widest_first(folder: Path) -> None:
     assert sum("ready" in text for text in told) == 2
     bits = [cell["mean_bits"] for cell in found["cells"]]
     assert bits[0] > bits[1] >= 2
+
+
+def test_widths_can_be_held_only_where_they_are_found() -> None:
+    with pytest.raises(ConfigError, match="holds the widths of `adaptive:3`"):
+        Matrix(policies=("static:3", "held:3"))
+
+
+def test_a_step_is_taken_apart_by_kind_of_kernel() -> None:
+    runs = [
+        Run(10.0, 14.0, "experts"),
+        Run(0.0, 4.0, "product(Arguments)"),
+        Run(3.0, 9.0, "nvjet_tst_64x8"),  # begins beside the one before
+        Run(15.0, 16.0, "rms_norm_kernel"),
+        Run(16.0, 18.0, "attention"),
+        Run(16.0, 17.0, "merge_kernel"),  # beside it to the end
+        Run(19.0, 20.0, "Memcpy DtoH (Device -> Pinned)"),
+    ]
+    found = by_class(runs, 2)
+    wanted = {"experts": 4, "attention": 2, "products": 9, "small": 2, "gaps": 3}
+    assert found == pytest.approx({name: us / 2e3 for name, us in wanted.items()})
+    read = StepBytes(dense=400, experts=100, kv=200, experts_read=1.0)
+    floors = class_floors(read, 1e3)
+    assert floors == {"experts": 100, "attention": 200, "products": 400, "small": 0, "gaps": 0}
+    cell = {
+        "policy": "static:3", "batch": 1, "context": 8, "left_out": "of the other tables",
+        "kernels_ms": found, "kernels_floor_ms": floors,
+    }  # fmt: skip
+    text = report({"cells": [cell], "speedups_over_dense": [], "adaptive_over_uniform": []})
+    assert "| static:3, 1 x 8 | 0.002 (100.000) |" in text
 
 
 def test_cells_of_more_tokens_are_not_asked_for() -> None:

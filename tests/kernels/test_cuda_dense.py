@@ -18,13 +18,15 @@ pytestmark = [
 class Call:
     """Random arguments on the GPU."""
 
-    def __init__(self, tokens: int, bias: bool = False) -> None:
+    def __init__(
+        self, tokens: int, bias: bool = False, dtype: torch.dtype = torch.bfloat16
+    ) -> None:
         experts, hidden, inner, top_k = 7, 96, 80, 2
 
         def normal(*shape: int) -> Any:
-            return (torch.randn(*shape) / shape[-1] ** 0.5).bfloat16().cuda()
+            return (torch.randn(*shape) / shape[-1] ** 0.5).to("cuda", dtype)
 
-        self.x = torch.randn(tokens, hidden).bfloat16().cuda()
+        self.x = torch.randn(tokens, hidden).to("cuda", dtype)
         self.ids = torch.rand(tokens, experts).topk(top_k).indices.cuda()
         self.weights = torch.rand(tokens, top_k).cuda()
         self.matrices = (normal(experts, 2 * inner, hidden), normal(experts, hidden, inner))
@@ -37,8 +39,8 @@ class Call:
         return function(self.x, self.ids, self.weights, *self.matrices, **self.kwargs, **extra)
 
 
-def assert_near(found: torch.Tensor, expected: torch.Tensor) -> None:
-    assert (found.float() - expected.float()).norm() <= 1e-2 * expected.float().norm()
+def assert_near(found: torch.Tensor, expected: torch.Tensor, error: float = 1e-2) -> None:
+    assert (found.float() - expected.float()).norm() <= error * expected.float().norm()
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -48,14 +50,21 @@ def test_results_are_those_of_the_plain_loop(tokens: int, bias: bool) -> None:
     assert_near(call(), call(dense.dense_moe))
 
 
-def test_padding_is_zero_and_a_graph_follows_its_inputs() -> None:
-    call = Call(8)
+@pytest.mark.parametrize("tokens", [5, 300])
+def test_of_fp32_all_digits_count(tokens: int) -> None:
+    call = Call(tokens, bias=True, dtype=torch.float32)
+    assert_near(call(), call(dense.dense_moe), 2e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_padding_is_zero_and_a_graph_follows_its_inputs(dtype: torch.dtype) -> None:
+    call = Call(8, dtype=dtype)
     live = torch.tensor([8], dtype=torch.int32).cuda()
     call(live=live)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = call(live=live)
-    other = Call(8)
+    other = Call(8, dtype=dtype)
     call.x.copy_(other.x)
     call.ids.copy_(other.ids)
     live.fill_(5)

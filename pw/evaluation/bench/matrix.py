@@ -9,14 +9,16 @@ For each policy one engine; in it each batch size and context is a cell:
 
 `adaptive:<b>` plans the widths of its blocks within the bytes that uniform widths of b bits take:
 the rest of the arena is ballast. All it needs for the measured steps is set aside beforehand, so
-that the bytes of its weights stay those.
+that the bytes of its weights stay those. `held:<b>` has the widths that `adaptive:<b>` had, in an
+engine whose widths are fixed: what adaptive precision adds to a step beside its widths is the
+difference.
 """
 
 from __future__ import annotations
 
-import gc
 import itertools
 import math
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -24,19 +26,28 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from pw.config import EngineConfig, PrecisionPolicy
 from pw.engine import Engine
-from pw.engine.request import SamplingParams
 from pw.errors import BudgetError, ConfigError, PwError
 from pw.evaluation.bench.filling import Ballast, fill
 from pw.evaluation.bench.floor import copy_bandwidth, step_bytes
+from pw.evaluation.bench.profile import class_floors, kernel_milliseconds
 from pw.evaluation.bench.tables import at_equal_bytes, line, speedups
+from pw.evaluation.bench.timing import (
+    captured,
+    collect,
+    device_milliseconds,
+    end,
+    first_tokens,
+    in_turn,
+    random_prompts,
+    timed,
+)
+from pw.planning.bits_file import write_bits
 
 _SETTLE = 40  # steps before the measured ones: planes rest, and contexts grow alike in all cells
 _REST = 12  # steps behind the measured ones
-_REPLAYS = 20
 _LATE = "no time left"
 _TINY = 1e-9  # a watermark of no page
 
@@ -59,12 +70,16 @@ class Matrix:
     prompt_tokens: int = 16384  # of real prompts of a batch, at most
     most_tokens: int = 1 << 20  # of a cell's contexts together: larger ones are not measured
     seconds: float = math.inf  # after which no cell is begun
+    kernels: bool = False  # also where the device's time goes
 
     def __post_init__(self) -> None:
         if not self.policies or min((*self.batches, *self.contexts, self.steps, 1)) < 1:
             raise ConfigError("policies, batches, contexts and steps must be at least 1")
         for policy in self.policies:
             parse_policy(policy)
+            planned = policy.replace("held", "adaptive")
+            if planned not in self.policies:
+                raise ConfigError(f"`{policy}` holds the widths of `{planned}`", "ask for both")
 
     @property
     def shapes(self) -> list[tuple[int, int]]:
@@ -83,15 +98,15 @@ class Matrix:
 
 
 def parse_policy(text: str) -> tuple[PrecisionPolicy, int | None]:
-    """A policy, and for `adaptive:<b>` the uniform width whose bytes it has.
+    """A policy, and for `adaptive:<b>` and `held:<b>` the uniform width whose bytes it has.
 
     Raises:
-        ConfigError: It is none of `dense`, `static:<b>`, `adaptive:<b>`.
+        ConfigError: It is none of `dense`, `static:<b>`, `adaptive:<b>`, `held:<b>`.
     """
     kind, _, bits = text.partition(":")
-    if kind == "adaptive" and bits.isdigit():
+    if kind in ("adaptive", "held") and bits.isdigit():
         PrecisionPolicy.parse(f"static:{bits}")
-        return PrecisionPolicy("adaptive"), int(bits)
+        return PrecisionPolicy("adaptive" if kind == "adaptive" else "static"), int(bits)
     if text != "dense" and not (kind == "static" and bits.isdigit()):
         raise ConfigError(
             f"not a policy of the comparison: `{text}`", "use dense, static:3, adaptive:3"
@@ -125,24 +140,27 @@ def run_matrix(
     )
     cells: list[dict[str, Any]] = []
     bandwidth, ends = None, time.monotonic() + matrix.seconds
-    for group in _by_engine(matrix.policies):
-        if time.monotonic() > ends:
-            cells += [{"policy": policy, "left_out": _LATE} for policy in group]
-            continue
-        engine = _start(folder, config, group[0], cells, matrix, advance)
-        if engine is None:
-            continue
-        bandwidth = bandwidth or copy_bandwidth(engine._parts.arena.pages.device)
-        ballast = Ballast(engine)
-        for policy, (batch, context) in itertools.product(group, matrix.shapes):
-            cell = _Cell(engine, ballast, policy, batch, context, matrix)
-            late = time.monotonic() > ends
-            cells.append(cell.name | {"left_out": _LATE} if late else cell.measure(bandwidth))
-            advance(line(cells[-1]))
-            del cell
-        _end(engine)
-        del engine, ballast
-        _collect()
+    with tempfile.TemporaryDirectory() as temporary:
+        widths = _Widths(Path(temporary))
+        for group in _by_engine(matrix.policies):
+            if time.monotonic() > ends:
+                cells += [{"policy": policy, "left_out": _LATE} for policy in group]
+                continue
+            engine = _start(folder, config, group[0], widths, cells, matrix, advance)
+            if engine is None:
+                continue
+            bandwidth = bandwidth or copy_bandwidth(engine._parts.arena.pages.device)
+            ballast = Ballast(engine)
+            for policy, (batch, context) in itertools.product(group, matrix.shapes):
+                cell = _Cell(engine, ballast, policy, batch, context, matrix)
+                late = time.monotonic() > ends
+                cells.append(cell.name | {"left_out": _LATE} if late else cell.measure(bandwidth))
+                advance(line(cells[-1]))
+                widths.note(policy, engine)
+                del cell
+            end(engine)
+            del engine, ballast
+            collect()
     return {
         "copy_bandwidth_GB_s": (bandwidth or 0.0) / 1e9,
         "cells": cells,
@@ -152,18 +170,52 @@ def run_matrix(
 
 
 def _by_engine(policies: Iterable[str]) -> list[list[str]]:
-    """Policies that share an engine: adaptive ones, most bytes first (planes are only given up)."""
+    """Policies that share an engine: adaptive ones, most bytes first (planes are only given up).
+
+    Widths are held behind the adaptive ones that find them.
+    """
     groups: dict[str, list[str]] = {}
-    for policy in policies:
+    for policy in sorted(policies, key=lambda policy: policy.startswith("held")):
         kind = policy.partition(":")[0]
         groups.setdefault(kind if kind == "adaptive" else policy, []).append(policy)
     return [sorted(group, reverse=True) for group in groups.values()]
+
+
+class _Widths:
+    """Widths that adaptive policies have come to, in files of a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def _file(self, bits: int) -> Path:
+        return self._folder / f"{bits}.json"
+
+    def note(self, policy: str, engine: Engine) -> None:
+        """Keep those of a cell's end, if it is the first of its policy."""
+        kind, bits = parse_policy(policy)
+        table = engine._parts.table
+        if kind.kind == "adaptive" and bits and table and not self._file(bits).exists():
+            write_bits(self._file(bits), table.geometry, table.committed)
+
+    def policy(self, text: str) -> PrecisionPolicy:
+        """The policy of an engine.
+
+        Raises:
+            BudgetError: No cell has come to the widths that it holds.
+        """
+        policy, bits = parse_policy(text)
+        if not text.startswith("held") or bits is None:
+            return policy
+        if not self._file(bits).exists():
+            raise BudgetError(f"no cell of adaptive:{bits} was measured")
+        return replace(policy, path=self._file(bits))
 
 
 def _start(
     folder: Path,
     config: EngineConfig,
     policy: str,
+    widths: _Widths,
     cells: list[dict[str, Any]],
     matrix: Matrix,
     advance: Callable[[str], None],
@@ -171,26 +223,15 @@ def _start(
     """An engine that has computed a prompt of each length; None, and a cell that says why not."""
     started = time.perf_counter()
     try:
-        engine = Engine.from_artifact(folder, replace(config, policy=parse_policy(policy)[0]))
+        engine = Engine.from_artifact(folder, replace(config, policy=widths.policy(policy)))
     except BudgetError as error:
         cells.append({"policy": policy, "left_out": str(error)})
         advance(line(cells[-1]))
         return None
     for context in matrix.contexts:
-        _first_tokens(engine, 1, min(context, matrix.prompt_tokens), seed=-1)
+        first_tokens(engine, 1, min(context, matrix.prompt_tokens), seed=-1)
     advance(f"{policy}: ready in {time.perf_counter() - started:.1f} s")
     return engine
-
-
-def _end(engine: Engine) -> None:
-    engine._parts.runner.release()
-    engine.close()
-
-
-def _collect() -> None:
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
 
 
 class _Cell:
@@ -216,19 +257,22 @@ class _Cell:
             self._set_bytes()
             first = None
             if self._batch * self._context <= matrix.prompt_tokens:
-                _first_tokens(engine, self._batch, self._context, 1000 + self._batch)  # compiles
-                first = _first_tokens(engine, self._batch, self._context, self._batch)
-            prompts = _prompts(engine, self._batch, self._context, seed=0)
+                first_tokens(engine, self._batch, self._context, 1000 + self._batch)  # compiles
+                first = first_tokens(engine, self._batch, self._context, self._batch)
+            prompts = random_prompts(engine, self._batch, self._context, seed=0)
             names = fill(engine, prompts, matrix.tokens)
         except PwError as error:
             for request in list(engine._sequences):
                 engine.abort(request)
             return name | {"left_out": str(error)}
-        _timed(engine, _SETTLE)
-        times = _timed(engine, matrix.steps)
+        timed(engine, _SETTLE)
+        times = timed(engine, matrix.steps)
         status = engine.status()
-        in_turn = _in_turn(engine, max(1, matrix.steps // 4))
-        device = _device_milliseconds(engine, self._batch)
+        turn = in_turn(engine, max(1, matrix.steps // 4))
+        device = kernels = None
+        if (run := captured(engine, self._batch)) is not None:
+            device = device_milliseconds(run)
+            kernels = kernel_milliseconds(run) if matrix.kernels else None
         read = step_bytes(engine)
         for request in names:
             engine.abort(request)
@@ -238,7 +282,7 @@ class _Cell:
             "tokens_per_second": self._batch * len(times) / (sum(times) / 1e3),
             "itl_p50_ms": median,
             "itl_p99_ms": float(np.percentile(times, 99)),
-            "in_turn_p50_ms": None if in_turn is None else float(np.percentile(in_turn, 50)),
+            "in_turn_p50_ms": None if turn is None else float(np.percentile(turn, 50)),
             "device_ms": device,
             "ttft_ms": None if first is None else first[0],
             "ttft_last_ms": None if first is None else first[1],
@@ -249,13 +293,15 @@ class _Cell:
             "read_bytes": asdict(read) | {"total": read.total},
             "floor_ms": floor,
             "over_floor": median / floor,
+            "kernels_ms": kernels,
+            "kernels_floor_ms": class_floors(read, bandwidth),
             "bytes": asdict(status.bytes),
         }
 
     def _set_bytes(self) -> None:
         """Leave an adaptive engine the bytes of a uniform width beside the cell's KV."""
-        _, bits = parse_policy(self._policy)
-        if bits is None:
+        policy, bits = parse_policy(self._policy)
+        if bits is None or policy.kind != "adaptive":
             return
         parts = self._engine._parts
         assert parts.table is not None
@@ -263,103 +309,3 @@ class _Cell:
         weights = int(cost) // parts.arena.page_bytes
         longest = self._context + self._matrix.tokens - 1
         self._ballast.leave(weights + self._batch * parts.kv.pages_for_tokens(longest) + 1)
-
-
-def _prompts(engine: Engine, batch: int, context: int, seed: int) -> list[list[int]]:
-    random = np.random.default_rng([seed + 1, batch, context])
-    vocabulary = engine.tokenizer.vocab_size
-    return random.integers(vocabulary, size=(batch, context)).tolist()  # type: ignore[no-any-return]
-
-
-def _first_tokens(engine: Engine, batch: int, context: int, seed: int) -> tuple[float, float]:
-    """Milliseconds to the first tokens of requests that arrive together: mean, and the last."""
-    params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
-    prompts = _prompts(engine, batch, context, seed)
-    started = time.perf_counter()
-    for number, prompt in enumerate(prompts):
-        engine.add_request(f"prompt-{number}", prompt, params)
-    times = []
-    while engine.has_work():
-        for output in engine.step():
-            if output.error is not None:
-                raise PwError(f"a prompt of the benchmark failed: {output.error}")
-            times.append((time.perf_counter() - started) * 1e3)
-    return float(np.mean(times)), times[-1]
-
-
-def _timed(engine: Engine, steps: int) -> list[float]:
-    times = []
-    for _ in range(steps):
-        started = time.perf_counter()
-        engine.step()
-        times.append((time.perf_counter() - started) * 1e3)
-    return times
-
-
-def _in_turn(engine: Engine, steps: int) -> list[float] | None:
-    """The same where each step is launched when the last has been read; None where all are."""
-    launcher = engine._launcher
-    if not launcher._overlaps:
-        return None
-    launcher._overlaps = False
-    try:
-        engine.step()  # reads the one on its way
-        return _timed(engine, steps)
-    finally:
-        launcher._overlaps = True
-
-
-def _device_milliseconds(engine: Engine, batch: int) -> float | None:
-    """Of a captured step replayed back to back, on what its last step left; None by calls."""
-    steps = engine._parts.runner.steps
-    if steps is None or not torch.cuda.is_available():
-        return None
-    run = steps.bucket(batch).run
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-    with torch.inference_mode():
-        run()
-        begin.record()
-        for _ in range(_REPLAYS):
-            run()
-        end.record()
-    end.synchronize()
-    milliseconds: float = begin.elapsed_time(end)
-    return milliseconds / _REPLAYS
-
-
-def longest_contexts(
-    folder: Path, config: EngineConfig, policies: Sequence[str], answer: int = 8
-) -> list[dict[str, Any]]:
-    """The longest context that each policy admits within the budget of `config`, then served."""
-    found: list[dict[str, Any]] = []
-    for policy in policies:
-        row: dict[str, Any] = {"policy": policy, "budget": config.memory_budget}
-        try:
-            engine = Engine.from_artifact(
-                folder, replace(config, policy=PrecisionPolicy.parse(policy), max_num_seqs=1)
-            )
-        except BudgetError as error:
-            found.append(row | {"context": 0, "left_out": str(error)})
-            _collect()
-            continue
-        length = engine.max_model_len
-        bits = engine.status().mean_bits
-        prompt = _prompts(engine, 1, length - answer, seed=0)[0]
-        params = SamplingParams(temperature=0.0, max_tokens=answer, ignore_eos=True)
-        started = time.perf_counter()
-        done = engine.generate([prompt], params)[0]
-        status = engine.status()
-        row |= {
-            "context": length,
-            "served": done.error is None and len(done.token_ids) == answer,
-            "seconds": time.perf_counter() - started,
-            "mean_bits_before": bits,
-            "mean_bits_with_it": status.mean_bits,
-            "bytes_over_budget": status.bytes_over_budget,
-            "bytes": asdict(status.bytes),
-        }
-        found.append(row)
-        _end(engine)
-        del engine
-        _collect()
-    return found

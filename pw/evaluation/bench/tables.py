@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from pw.config import format_bytes
+from pw.evaluation.bench.profile import CLASSES
 
 _HEADS = (
     "policy", "batch", "context", "tokens/s", "step p50, ms", "p99, ms", "in turn, ms",
@@ -40,12 +41,13 @@ def speedups(cells: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def at_equal_bytes(cells: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Steps and bytes of planned widths over those of uniform widths."""
+    """Steps and bytes of planned widths, adaptive or held, over those of uniform widths."""
     found = _measured(cells)
     rows = []
     for (policy, batch, context), cell in found.items():
-        uniform = found.get((policy.replace("adaptive", "static"), batch, context))
-        if not policy.startswith("adaptive") or uniform is None:
+        kind, _, bits = policy.partition(":")
+        uniform = found.get((f"static:{bits}", batch, context))
+        if kind not in ("adaptive", "held") or uniform is None:
             continue
         mine, its = cell["bytes"], uniform["bytes"]
         rows.append(
@@ -98,6 +100,8 @@ def report(result: dict[str, Any]) -> str:
             for row in result["adaptive_over_uniform"]
         )
         parts.append(_table(heads, rows))
+    if any(cell.get("kernels_ms") for cell in result["cells"]):
+        parts.append(_kernel_table(result["cells"]))
     if result.get("transformers"):
         heads = ("transformers generate", "context", "tokens/s", "p50, ms", "p99, ms", "first, ms")
         rows = (
@@ -138,6 +142,23 @@ def _bytes_table(cells: list[dict[str, Any]]) -> str:
         sizes = (format_bytes(cell["bytes"][name]) for name in _CLASSES)
         lines.append(f"| {policy}, {cell['batch']} x {cell['context']} | {' | '.join(sizes)} |")
     return _table(("bytes of", *_CLASSES), lines)
+
+
+def _kernel_table(cells: list[dict[str, Any]]) -> str:
+    """Milliseconds of the device by class of kernels, and the floor of those that have one."""
+    lines = []
+    for cell in cells:
+        if kernels := cell.get("kernels_ms"):
+            floors = cell["kernels_floor_ms"]
+            parts = (
+                f"{kernels[name]:.3f} ({floors[name]:.3f})"
+                if floors[name]
+                else f"{kernels[name]:.3f}"
+                for name in CLASSES
+            )
+            name = f"{cell['policy']}, {cell['batch']} x {cell['context']}"
+            lines.append(f"| {name} | {' | '.join(parts)} | {sum(kernels.values()):.3f} |")
+    return _table(("device, ms (floor)", *CLASSES, "all"), lines)
 
 
 def _context_line(row: dict[str, Any]) -> str:
