@@ -1,22 +1,42 @@
-"""Small calls of one family of CUDA kernels, checked, for compute-sanitizer to watch.
+"""Small calls of one family of GPU kernels, checked, for compute-sanitizer to watch.
 
     python kernels/bench/sanitize.py attention        # once without it: compiles
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool racecheck \\
         --kernel-name kns=attention python kernels/bench/sanitize.py attention
 
-`--kernel-name` names the kernels to watch (KERNELS below), so that torch's own cost no time.
+`--kernel-name` names the kernels to watch (KERNELS below), so that torch's own cost no time. Those
+of products are families of their own, and so are the portable forms in Triton.
 """
 
 import argparse
 from collections.abc import Callable
+from functools import partial
+from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pw_kernels import cuda_attention, cuda_moe, cuda_prefill, cuda_prompts, products, reference
+from pw_kernels import (
+    cuda_attention,
+    cuda_dense,
+    cuda_moe,
+    cuda_prefill,
+    cuda_prompts,
+    descents,
+    places,
+    products,
+    reference,
+    splits,
+    step,
+    triton_attention,
+    triton_moe,
+    triton_step,
+)
+from pw_kernels import dense as reference_dense
 from pw_kernels.pages import WeightPages
-from pw_kernels.step import Norm
+from pw_kernels.slots import SlotResults
+from pw_kernels.step import Norm, Routing
 from pw_kernels.testing import ScatteredArena, random_blocks
 
 ALL_WIDTHS = [2, 3, 4, 5, 6, 7, 8]
@@ -26,8 +46,15 @@ KERNELS = {
     "prompts": "experts",
     "arrange": "arrange",
     "expand": "expand",
-    "products": "product",
+    **{
+        f"products-{form}": "product" for form in ("norm", "add", "share", "gated", "slots", "many")
+    },
     "attention": "attention",
+    "triton-moe": "_kernel",
+    "triton-attention": "_kernel",
+    "triton-step": "_kernel",
+    "triton-offline": "_kernel",
+    "dense": "grouped",
 }
 
 
@@ -89,26 +116,40 @@ def expand() -> None:
     Layer().check("70 tokens", 70, lambda *args: cuda_prefill.fused_moe(*args, activation="silu"))
 
 
-def few_rows() -> None:
-    x, weight = torch.randn(5, 512).bfloat16().cuda(), torch.randn(104, 512).bfloat16().cuda() / 22
-    bias, norm = torch.randn(104).bfloat16().cuda(), Norm(torch.rand(512).bfloat16().cuda(), 1e-6)
-    add = [torch.randn(5, 104).bfloat16().cuda() for _ in range(2)]
-    share = torch.randn(5, 1).bfloat16().cuda()
-    forms: list[dict[str, Any]] = [
-        {"bias": bias, "norm": norm}, {"add": add[:1]}, {"add": add, "share": share},
-    ]  # fmt: skip
-    for form in forms:
-        got, want = (products.product(x, weight, **form, backend=b) for b in ("cuda", "torch"))
-        near(got, want, ", ".join(form))
-    both = (
-        products.gated_product(x, weight, 40, "silu", norm=norm, backend=b)
-        for b in ("cuda", "torch")
-    )
-    for got, want in zip(*both, strict=True):
-        near(got, want, "gated")
+def few_rows(form: str) -> None:
+    tokens = (12, 20) if form == "many" else (5,)
+    weight = torch.randn(104, 512).bfloat16().cuda() / 22
+    norm = Norm(torch.rand(512).bfloat16().cuda(), 1e-6)
+    for count in tokens:
+        x, share = (
+            torch.randn(count, 512).bfloat16().cuda(),
+            torch.randn(count, 1).bfloat16().cuda(),
+        )
+        add = [torch.randn(count, 104).bfloat16().cuda() for _ in range(2)]
+        ids = torch.randint(0, 8, (count, 2)).cuda()  # 7: no expert
+        routed = SlotResults(torch.randn(2 * count, 104).cuda(), ids, 7)
+        forms: dict[str, dict[str, Any]] = {
+            "norm": {"bias": torch.randn(104).bfloat16().cuda(), "norm": norm},
+            "add": {"add": add[:1]},
+            "share": {"add": add, "share": share},
+            "slots": {"add": [add[0], routed], "share": share},
+            "many": {"add": add, "share": share},
+        }
+        if form == "gated":
+            both = (
+                products.gated_product(x, weight, 40, "silu", norm=norm, backend=b)
+                for b in ("cuda", "torch")
+            )
+            for got, want in zip(*both, strict=True):
+                near(got, want, form)
+        else:
+            got, want = (
+                products.product(x, weight, **forms[form], backend=b) for b in ("cuda", "torch")
+            )
+            near(got, want, f"{form}, {count} rows")
 
 
-def attention() -> None:
+def attention(kernels: Any = cuda_attention) -> None:
     for heads, kv_heads, size, window in ((2, 2, 128, None), (4, 2, 64, 300), (4, 1, 512, None)):
         lengths = [700, 1, 130, 20]
         tables = torch.randperm(4 * 175 + 3)[: 4 * 175].int().view(4, 175).cuda()
@@ -119,13 +160,57 @@ def attention() -> None:
         options: dict[str, Any] = {
             "scale": 0.1, "window": window, "sinks": torch.randn(heads).cuda(),
         }  # fmt: skip
-        got, want = (f.paged_attention(*args, **options) for f in (cuda_attention, reference))
+        got, want = (f.paged_attention(*args, **options) for f in (kernels, reference))
         near(got, want, f"heads of {size}")
 
 
-FAMILIES = {
+def triton_experts() -> None:
+    options: dict[str, Any] = {"lut_dtype": torch.bfloat16, "activation": "silu"}
+    Layer().check("40 tokens", 40, lambda *args: triton_moe.fused_moe(*args, **options))
+
+
+def steps() -> None:
+    x, weight = torch.randn(5, 96).cuda(), torch.rand(96).cuda()
+    routing = Routing(torch.randn(8, 96).cuda(), 2, torch.float32, wide=True)
+    pages = [torch.zeros(9, 4, 2, 16).cuda() for _ in range(2)]
+    slots, positions = torch.tensor([3, 9, 30, -1, 35]).cuda(), torch.arange(5).cuda()
+    cos, sin = step.angles(positions, torch.rand(8).cuda(), 1.0, torch.float32, backend="triton")
+    qkv, k = torch.randn(5, 8 * 16).cuda(), torch.randn(5, 2, 16).cuda()
+    rotate = partial(step.rotate_store, head_size=16)
+    for call, args in (
+        (step.rms_norm, (x, weight, 1e-6)), (step.route, (x, routing)),
+        (step.choose, (torch.randn(5, 8).cuda(), routing)), (step.gate, (x, 40, "silu")),
+        (step.join, (x, x, x, x[:, :1])), (rotate, (qkv, cos, sin, *pages, slots)),
+    ):  # fmt: skip
+        got, want = (call(*args, backend=b) for b in ("triton", "torch"))
+        got, want = (each if isinstance(each, tuple) else (each,) for each in (got, want))
+        for one, other in zip(got, want, strict=True):
+            near(one, other, getattr(call, "__name__", "rotate_store"))
+    triton_step.write_kv(k, k, *pages, slots)
+    near(pages[0].flatten(0, 1)[slots[:3]], k[:3], "write_kv")
+
+
+def offline() -> None:
+    for name, module in (("splits", splits), ("places", places), ("descents", descents)):
+        kernels = import_module(f"pw_kernels.triton_{name}")
+        assert module._agrees(kernels, torch.device("cuda")), name
+        print(f"{name}: equal", flush=True)
+
+
+def dense() -> None:
+    x, ids = torch.randn(20, 96).bfloat16().cuda(), torch.randint(0, 4, (20, 2)).cuda()
+    gate_up, down = torch.randn(4, 128, 96) / 10, torch.randn(4, 96, 64) / 8
+    args = (x, ids, torch.rand(20, 2).cuda(), gate_up.bfloat16().cuda(), down.bfloat16().cuda())
+    got, want = (f.dense_moe(*args, activation="silu") for f in (cuda_dense, reference_dense))
+    near(got, want, "dense")
+
+
+FAMILIES: dict[str, Callable[[], None]] = {
     "decode": decode, "routing": decode, "prompts": prompts, "arrange": prompts, "expand": expand,
-    "products": few_rows, "attention": attention,
+    **{name: partial(few_rows, name.partition("-")[2]) for name in KERNELS if "products" in name},
+    "attention": attention, "triton-moe": triton_experts,
+    "triton-attention": partial(attention, triton_attention), "triton-step": steps,
+    "triton-offline": offline, "dense": dense,
 }  # fmt: skip
 
 

@@ -1,0 +1,445 @@
+"""Routed experts on a GPU, the whole table: four models' shapes, tokens, widths, opponents, peers.
+
+    python kernels/bench/experts.py --json FILE              # all of it, some 200 s of an H200
+    python kernels/bench/experts.py --shapes mixtral --tokens 32 1 --no-peers --json FILE
+    python kernels/bench/experts_table.py FILE...            # Markdown of saved runs
+
+One record for each shape, number of tokens and width. `us` is gate_up and down with the activation
+(and `arrange`, for prompts), the median of each kernel as the profiler reports it, launches kept
+apart, calls rotating through the experts; `layer_us` is the whole layer, routing and last sum
+included, replayed from a CUDA graph in which launches overlap. Each is in the form that `dispatch`
+takes, and of a uniform width that of a policy which has no other. `ratio` is times faster than the
+best tile of a Triton grouped matmul over bf16 weights, `torch_ratio` than torch's grouped matmul,
+`layer_ratio` than the bf16 layer of `cuda_dense`. `mean_us` and `mean_layer_us` of a mix are the
+times of uniform widths weighted by its blocks. Results are compared with decoded blocks in fp32,
+two runs bit by bit. Peers: see `peers.py`; their `ratio` is over cuBLAS on the same matrix.
+
+Kernels are compiled first, side by side, by processes of their own where Triton compiles them.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import experts_table
+import grouped
+import moe
+import peers
+import prompts
+import torch
+import triton
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+from pw_kernels import cuda_prompts, nvrtc, reference
+from pw_kernels.bitplane import MAX_BITS
+
+Batch = tuple[Tensor, Tensor, Tensor]
+Calls = Sequence[Callable[[], Any]]
+TOKENS = [32, 1, 2048, 128, 64, 16, 4, 512]  # a run that is cut has those that say most
+CHECKED = 256  # tokens of a batch, at most, that are compared
+AROUND = ("route", "arrange", "combine")  # kernels that are no products
+PROCESSES = 14  # that compile at a time
+BF16 = "bf16 triton"
+
+
+@dataclass(frozen=True)
+class Width:
+    """Bits of each module's experts, and the least and greatest that the policy allows."""
+
+    name: str
+    bits: moe.Widths
+    span: tuple[int, int]
+
+
+class Shape:
+    """One model's layer, its batches, and each block decoded once for all checks."""
+
+    def __init__(self, name: str, tokens: Sequence[int]) -> None:
+        self.name, self.model = name, moe.MODELS[name]
+        torch.manual_seed(0)
+        self.layer = moe.Layer(self.model)
+        bits = range(moe.MIN_BITS, MAX_BITS + 1)
+        self.widths = [Width(f"{b}", moe.alike(self.model, lambda _, b=b: b), (b, b)) for b in bits]
+        mixes = {f"planned {b}": moe.planned(self.model, b) for b in (3, 4)}
+        mixes["2..8"] = moe.alike(self.model, moe.MIXES["2..8"])
+        self.widths += [Width(k, mix, (moe.MIN_BITS, MAX_BITS)) for k, mix in mixes.items()]
+        self.batches: dict[int, list[Batch]] = {}
+        for count in tokens:
+            torch.manual_seed(count)
+            self.batches[count] = self.layer.batches(count)
+        self._decoded: dict[tuple[str, int], list[Tensor]] = {}
+
+    def is_prompt(self, tokens: int) -> bool:
+        """Whether the product takes its form for prompts."""
+        slots = tokens * self.model.top_k
+        return cuda_prompts.wins(slots, self.model.experts, torch.device("cuda", 0))
+
+    def take(self, width: Width, tokens: int) -> None:
+        """Set all blocks to their widths. Prompts are timed with all widths possible."""
+        self.layer.set_bits(width.bits)
+        span = (moe.MIN_BITS, MAX_BITS) if self.is_prompt(tokens) else width.span
+        for blocks in self.layer.blocks.values():
+            blocks.pages = replace(blocks.pages, widths=span)
+
+    def apart(self, batch: Batch) -> Tensor:
+        """The layer as it is chosen, but no launch begins before the last has ended."""
+        tokens = len(batch[0])
+        if self.is_prompt(tokens):
+            return prompts.run(self.layer, batch, "chosen", overlap=False)
+        return self.layer.run(batch, moe.kept_apart(self.model, tokens))
+
+    def touched(self, tokens: int) -> list[set[int]]:
+        """Experts that each batch goes to."""
+        return [set(ids.flatten().tolist()) for _, ids, _ in self.batches[tokens]]
+
+    def active(self, tokens: int) -> float:
+        """How many, on average."""
+        return statistics.mean(map(len, self.touched(tokens)))
+
+    def peer_size(self, tokens: int) -> tuple[int, int, int]:
+        """Rows of x, rows and columns of the matrix of a peer."""
+        active = self.active(tokens)
+        m = max(1, round(tokens * self.model.top_k / active))
+        return m, *peers.dense_size(self.model, active)
+
+    def decoded(self, module: str, bits: int) -> list[Tensor]:
+        """Blocks [N, K] bf16 of a module at one width; sets the widths that it reads."""
+        if (module, bits) not in self._decoded:
+            blocks = self.layer.blocks[module]
+            blocks.set_bits([bits] * self.model.experts)
+            self._decoded[module, bits] = [
+                reference.decode_block(self.layer.arena, blocks.pages, e, torch.bfloat16).bfloat16()
+                for e in range(self.model.experts)
+            ]
+        return self._decoded[module, bits]
+
+    def error(self, tokens: int, width: Width) -> float:
+        """Relative error of the first tokens of a batch; infinite if two runs differ."""
+        modules = {
+            name: [self.decoded(name, bits)[e] for e, bits in enumerate(width.bits[name])]
+            for name in self.model.shapes
+        }
+        self.take(width, tokens)
+        batch = self.batches[tokens][0]
+        first, second = (self.layer.run(batch) for _ in range(2))
+        if not torch.equal(first, second):
+            return float("inf")
+        x, ids, weights = (each[:CHECKED] for each in batch)
+        want = torch.zeros(x.shape, device=x.device)
+        for e in ids.unique().tolist():
+            rows, places = (ids == e).nonzero(as_tuple=True)
+            gate, up = (x[rows].float() @ modules["gate_up"][e].float().t()).chunk(2, 1)
+            part = (torch.nn.functional.silu(gate) * up) @ modules["down"][e].float().t()
+            want.index_add_(0, rows, part * weights[rows, places, None])
+        return ((first[:CHECKED].float() - want).norm() / want.norm()).item()
+
+    def bf16_calls(self, tokens: int) -> dict[str, dict[str, list[Calls]]]:
+        """Calls of each tile of the Triton grouped matmul and of torch's, by module."""
+        found: dict[str, dict[str, list[Calls]]] = {"triton": {}, "torch": {}}
+        for name, (_, cols) in self.model.shapes.items():
+            first = name == "gate_up"
+            inputs = []
+            for x, ids, _ in self.batches[tokens]:
+                rows = x if first else torch.randn(ids.numel(), cols, device=x.device).to(x)
+                inputs.append((rows, self.layer.dense[name], ids, self.model.top_k if first else 1))
+            tiles = [list(grouped.triton_calls(*each)) for each in inputs]
+            found["triton"][name] = list(zip(*tiles, strict=True))
+            found["torch"][name] = [[grouped.torch_call(*each) for each in inputs]]
+        return found
+
+
+def named_times(
+    groups: Sequence[tuple[Callable[[], Any], Calls]], rounds: int
+) -> list[list[tuple[str, float]]]:
+    """Name and median microseconds of each kernel of a call, for each group; one profile for all.
+
+    Args:
+        groups: What comes before, not timed, and calls that launch equal kernels.
+        rounds: Of each group's calls.
+    """
+    for before, calls in groups:
+        before()
+        for call in calls:
+            call()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as trace:
+        for before, calls in groups:
+            before()
+            torch.cuda._sleep(2000)  # a kernel whose name stands between the groups
+            for _ in range(rounds):
+                for call in calls:
+                    call()
+            torch.cuda._sleep(2000)
+        torch.cuda.synchronize()
+    events = [e for e in trace.events() if str(e.device_type) == "DeviceType.CUDA"]
+    events = sorted((e for e in events if "Mem" not in e.name), key=lambda e: e.time_range.start)
+    parts: list[list[Any]] = [[]]
+    for event in events:
+        if "spin_kernel" in event.name:
+            parts.append([])
+        else:
+            parts[-1].append(event)
+    found = []
+    for (_, calls), part in zip(groups, parts[1::2], strict=True):
+        each, rest = divmod(len(part), rounds * len(calls))
+        if rest or not each:
+            raise RuntimeError(f"{len(part)} kernels in {rounds} rounds of {len(calls)} calls")
+        times = [
+            statistics.median(float(e.time_range.end - e.time_range.start) for e in part[i::each])
+            for i in range(each)
+        ]
+        found.append([(part[i].name, times[i]) for i in range(each)])
+    return found
+
+
+def by_module(kernels: Sequence[tuple[str, float]]) -> dict[str, float]:
+    """Microseconds of each part of a layer; `us` adds up the products and what arranges inputs."""
+    times = {f"{name}_us": micros for name, micros in kernels if name in AROUND}
+    products = [micros for name, micros in kernels if name not in AROUND]
+    half = len(products) // 2
+    times |= {"gate_up_us": sum(products[:half]), "down_us": sum(products[half:])}
+    times["us"] = times["gate_up_us"] + times["down_us"] + times.get("arrange_us", 0.0)
+    return times
+
+
+def measure(shape: Shape, tokens: int) -> Iterator[dict[str, Any]]:
+    """Records of the bf16 opponents and of each width, without the stamp."""
+    batches, touched = shape.batches[tokens], shape.touched(tokens)
+    rounds = max(2, -(-8 // len(batches)))
+    dense = shape.bf16_calls(tokens)
+    groups: list[tuple[Callable[[], Any], Calls]] = []
+    places: list[tuple[str, str]] = []  # what each group is
+    for kind, modules in dense.items():
+        for module, variants in modules.items():
+            groups += [(lambda: None, calls) for calls in variants]
+            places += [(kind, module)] * len(variants)
+    for width in shape.widths:
+        calls = [lambda b=batch: shape.apart(b) for batch in batches]
+        groups.append((lambda width=width: shape.take(width, tokens), calls))
+    times = named_times(groups, rounds)
+    best: dict[tuple[str, str], float] = {}
+    for place, kernels in zip(places, times, strict=False):
+        micros = sum(each for _, each in kernels)
+        best[place] = min(micros, best.get(place, micros))
+    del dense, groups
+    weights = int(3 * shape.model.inner * shape.model.hidden * shape.active(tokens))
+    opponents = {}
+    for kind in ("triton", "torch"):
+        gate_up, down = best[kind, "gate_up"], best[kind, "down"]
+        record = {"width": f"bf16 {kind}", "bytes": 2 * weights, "weights": weights}
+        opponents[kind] = record | {"gate_up_us": gate_up, "down_us": down, "us": gate_up + down}
+    opponents["triton"]["layer_us"] = moe.graph_time(
+        lambda batch: moe.dense_layer(shape.layer, batch), batches, replays=12
+    )
+    yield from opponents.values()
+    uniform: dict[int, dict[str, float]] = {}
+    for width, kernels in zip(shape.widths, times[len(places) :], strict=True):
+        record = {"width": width.name, "weights": weights, "error": shape.error(tokens, width)}
+        if not record["error"] < peers.TOLERANCE:
+            print(f"WRONG: {shape.name}, {tokens} tokens, {width.name}: {record['error']:.1e}")
+            continue
+        record |= by_module(kernels)
+        record["layer_us"] = moe.graph_time(shape.layer.run, batches, replays=12)
+        record["bytes"] = round(
+            statistics.mean(
+                sum(b.bytes_read(width.bits[m], t) for m, b in shape.layer.blocks.items())
+                for t in touched
+            )
+        )
+        record["ratio"] = opponents["triton"]["us"] / record["us"]
+        record["torch_ratio"] = opponents["torch"]["us"] / record["us"]
+        record["layer_ratio"] = opponents["triton"]["layer_us"] / record["layer_us"]
+        if width.span[0] == width.span[1]:
+            uniform[width.span[0]] = record
+        elif len(uniform) == MAX_BITS + 1 - moe.MIN_BITS:
+            record |= means(width, uniform)
+        yield record
+
+
+def means(width: Width, uniform: dict[int, dict[str, float]]) -> dict[str, float]:
+    """Times that a mix would take if each block took what it does among blocks of its width."""
+    shares = {
+        module: [bits.count(b) / len(bits) for b in uniform] for module, bits in width.bits.items()
+    }
+    times = list(uniform.values())
+
+    def mean(module: str, key: str) -> float:
+        return sum(s * t[key] for s, t in zip(shares[module], times, strict=True))
+
+    # gate_up has two thirds of the weights
+    layer = (2 * mean("gate_up", "layer_us") + mean("down", "layer_us")) / 3
+    products = mean("gate_up", "gate_up_us") + mean("down", "down_us")
+    arrange = times[0].get("arrange_us", 0.0)
+    return {"mean_us": products + arrange, "mean_layer_us": layer}
+
+
+def peer_records(
+    shape: Shape, tokens: int, names: Sequence[str], missing: set[str]
+) -> Iterator[dict[str, Any]]:
+    """What each peer takes for a dense matrix of the same size; one that fails is named once."""
+    m, rows, cols = shape.peer_size(tokens)
+    base = None
+    for name in names:
+        try:
+            record = peers.dense_record(peers.PEERS[name], m, rows, cols)
+        except Exception as error:  # optional: whatever it is, the others are still measured
+            if name not in missing:
+                print(f"{name}: {type(error).__name__}: {str(error)[:200]}", flush=True)
+            missing.add(name)
+            continue
+        finally:
+            torch.cuda.empty_cache()
+        base = record["us"] if name == "cuBLAS bf16" else base
+        ratio = {} if base is None else {"ratio": base / record["us"]}
+        yield {"width": name, "rows": m} | record | ratio
+
+
+def stamp() -> dict[str, Any]:
+    """GPU, versions and time."""
+    try:
+        gemlite = metadata.version("gemlite")
+    except metadata.PackageNotFoundError:
+        gemlite = None
+    return {
+        "gpu": torch.cuda.get_device_name(), "torch": torch.__version__,
+        "triton": triton.__version__, "cuda": torch.version.cuda, "gemlite": gemlite,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+    }  # fmt: skip
+
+
+def write(records: list[dict[str, Any]], path: Path) -> None:
+    """One record a line."""
+    plain = [
+        {k: float(f"{v:.4g}") if isinstance(v, float) else v for k, v in r.items()} for r in records
+    ]
+    path.write_text("[\n" + ",\n".join(map(json.dumps, plain)) + "\n]\n")
+
+
+def tiles(shapes: Sequence[Shape], part: int, parts: int) -> None:
+    """Run every n-th call of the bf16 opponents once, so that it is compiled."""
+    jobs: list[Callable[[], Any]] = []
+    for shape in shapes:
+        for tokens, batches in shape.batches.items():
+            for modules in shape.bf16_calls(tokens).values():
+                jobs += [calls[0] for variants in modules.values() for calls in variants]
+            jobs.append(lambda s=shape, b=batches[0]: moe.dense_layer(s.layer, b))
+    for job in jobs[part::parts]:
+        job()
+    torch.cuda.synchronize()
+
+
+def compile_all(
+    shapes: Sequence[Shape], options: argparse.Namespace, clock: Callable[[], float]
+) -> None:
+    """Everything that will run, side by side, into the caches of Triton and of NVRTC's kernels."""
+    here = Path(__file__)
+    tokens = [str(count) for count in options.tokens]
+    commands = [
+        [here, "--shapes", shape.name, "--tokens", *tokens, "--tiles", str(part), "3"]
+        for shape in shapes
+        for part in range(3)
+    ]
+    for shape in shapes:
+        sizes = ["x".join(map(str, shape.peer_size(count))) for count in options.tokens]
+        for name in options.peers:
+            if name.startswith("GemLite"):
+                parts = [sizes[i::4] for i in range(4)]
+                commands += [
+                    [here.with_name("peers.py"), "--prepare", name, *part] for part in parts if part
+                ]
+    with ThreadPoolExecutor(PROCESSES) as pool:
+
+        def run(command: list[Any]) -> None:
+            left = max(1.0, options.seconds - clock())
+            try:
+                done = subprocess.run(
+                    [sys.executable, *command], timeout=left, capture_output=True, text=True
+                )
+            except subprocess.TimeoutExpired:
+                return
+            if done.returncode:
+                print(f"{command[1:]}: {done.stderr[-300:]}", flush=True)
+
+        if options.prepare:
+            for command in commands:
+                pool.submit(run, command)
+        with nvrtc.Rehearsal():
+            for shape in shapes:
+                spans = [shape.widths[0], shape.widths[-4], shape.widths[-1]]  # 2, 8, mixed
+                for count, batches in shape.batches.items():
+                    for width in spans:
+                        shape.take(width, count)
+                        shape.layer.run(batches[0])
+    torch.cuda.synchronize()
+
+
+def bench(options: argparse.Namespace) -> list[dict[str, Any]]:
+    began = time.perf_counter()
+
+    def clock() -> float:
+        return time.perf_counter() - began
+
+    shapes = [Shape(name, options.tokens) for name in options.shapes]
+    if options.tiles:
+        tiles(shapes, *options.tiles)
+        return []
+    print(f"weights made, {clock():.0f} s", flush=True)
+    compile_all(shapes, options, clock)
+    print(f"compiled, {clock():.0f} s", flush=True)
+    records: list[dict[str, Any]] = []
+    missing: set[str] = set()
+    for tokens in options.tokens:
+        for shape in shapes:
+            if clock() > options.seconds:
+                print(f"not measured: {shape.name}, {tokens} tokens")
+                continue
+            where = {"model": shape.name, "tokens": tokens}
+            found: list[dict[str, Any]] = []
+            try:
+                found.extend(measure(shape, tokens))
+            except RuntimeError as error:  # the rest is still measured
+                print(f"{shape.name}, {tokens} tokens: {error}", flush=True)
+            found.extend(peer_records(shape, tokens, options.peers, missing))
+            now = stamp()
+            records.extend(where | record | now for record in found)
+            if options.json:
+                write(records, options.json)
+            print(f"{shape.name}, {tokens} tokens, {clock():.0f} s", flush=True)
+    return records
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--shapes", nargs="+", choices=list(moe.MODELS), default=list(moe.MODELS))
+    parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS)
+    parser.add_argument("--peers", nargs="*", choices=list(peers.PEERS), default=list(peers.PEERS))
+    parser.add_argument("--no-peers", dest="peers", action="store_const", const=[])
+    parser.add_argument(
+        "--prepare", action=argparse.BooleanOptionalAction, default=True,
+        help="compile Triton's kernels in processes first; useless where they are cached",
+    )  # fmt: skip
+    parser.add_argument("--seconds", type=float, default=1e9, help="begin nothing after so many")
+    parser.add_argument("--json", type=Path, help="write the records here as they come")
+    parser.add_argument("--tiles", type=int, nargs=2, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    peers.tune_quickly()
+    records = bench(options)
+    if records:
+        print(experts_table.lines(records))
+
+
+if __name__ == "__main__":
+    main()
