@@ -2,7 +2,9 @@
 
 Stores per prompt the routing, the features of its hidden states and, as target of the residual
 heads, y = log s(prompt) - log s for every block, where s is the diagonal score of the block from
-the second moments of its inputs and the column energies of its quantization errors.
+the second moments of its inputs and the column energies of its quantization errors. Of all prompts
+together, how many tokens went to both of two experts: what ranks that share a model by experts
+place them by.
 
 Axes: P prompts, B prompts of a batch, S tokens of a prompt, L MoE layers, E experts,
 M modules (gate_up, down), W widths, K columns, F features.
@@ -37,6 +39,7 @@ from pw_pipelines.source import source_checkpoint, vocabulary_of
 STAGE = "routing"
 
 _MEASURED = ("mass", "counts", "features", "y")  # arrays with the prompts as first axis
+_SUMMED = ("pairs",)  # arrays of all prompts together
 
 
 @dataclass(frozen=True)
@@ -109,6 +112,8 @@ class PromptTraces(ExpertObserver):
         self.counts = torch.zeros(shape, dtype=torch.int32, device=device)
         self.features = torch.zeros((*shape[:2], features), device=device)
         self.y = torch.full((*shape, len(MODULES)), torch.nan, device=device)
+        square = (*shape[1:], geometry.experts)
+        self.pairs = torch.zeros(square, dtype=torch.int64, device=device)  # tokens of both experts
 
     def routed(self, slot: int, inputs: Tensor, ids: Tensor, weights: Tensor) -> None:
         """Take in features, counts and router weight of a layer."""
@@ -118,6 +123,8 @@ class PromptTraces(ExpertObserver):
         experts = self.mass.shape[2]
         chosen = torch.nn.functional.one_hot(ids.view(split), experts)  # [B, S, k, E]
         self.counts[:, slot] = chosen.sum((1, 2)).int()
+        seen = chosen.sum(2).flatten(0, 1).float()  # [T, E]; sums of ones are exact in fp32
+        self.pairs[slot] = (seen.T @ seen).long()
         weight = weights.float().view(split)[..., None] * chosen
         self.mass[:, slot] = weight.sum((1, 2))
 
@@ -135,7 +142,7 @@ class PromptTraces(ExpertObserver):
 
     def state(self) -> dict[str, Tensor]:
         """All arrays."""
-        return {name: getattr(self, name) for name in _MEASURED}
+        return {name: getattr(self, name) for name in (*_MEASURED, *_SUMMED)}
 
 
 def run(
@@ -169,7 +176,8 @@ def run(
     if not artifact.table_done(STAGE, config, inputs, overwrite):
         if ranks.first:
             artifact.check_writable()
-        savepoint = Savepoint(artifact.path, STAGE, {"device": device, **inputs}, ranks)
+        what = {"device": device, "measured": [*_MEASURED, *_SUMMED], **inputs}
+        savepoint = Savepoint(artifact.path, STAGE, what, ranks)
         observed = ObservedModel(checkpoint, where, scratch=artifact.path.parent)
         arrays = _measure(artifact, observed, samples, progress, savepoint, ranks)
         if ranks.first:
@@ -212,6 +220,10 @@ def _measure(
     for name in _MEASURED:
         rows = torch.cat([getattr(trace, name).cpu() for trace in (none, *traces)]).numpy()
         arrays[name] = ranks.join_rows(rows)
+    for name in _SUMMED:
+        total = torch.stack([getattr(trace, name).cpu() for trace in (none, *traces)]).sum(0)
+        ranks.add_up([total])
+        arrays[name] = total.numpy()
     arrays["tokens"] = np.full(samples.windows.shape[0], samples.windows.shape[1], np.int64)
     arrays["documents"] = np.array(samples.documents, np.int64)
     return arrays

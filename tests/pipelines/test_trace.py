@@ -43,6 +43,30 @@ def test_routing_and_features_are_those_of_the_prompt(
     np.testing.assert_allclose(table["features"][1, 3], kept.features, rtol=1e-3, atol=1e-4)
 
 
+def test_pairs_are_the_tokens_that_two_experts_share(traced: Artifact) -> None:
+    table = traced.table("routing").arrays
+    pairs, counts = table["pairs"], table["counts"].sum(0)
+    assert pairs.dtype == np.int64
+    np.testing.assert_array_equal(np.diagonal(pairs, axis1=1, axis2=2), counts)
+    np.testing.assert_array_equal(pairs, pairs.transpose(0, 2, 1))
+    np.testing.assert_array_equal(pairs.sum(2), 2 * counts)  # a token has two experts
+
+
+def test_pairs_of_a_few_tokens_by_hand(traced: Artifact, model: ObservedModel) -> None:
+    scores = BlockScores.from_tables(traced.table("sensitivity"), traced.table("moments"))
+    prompts = PromptTraces(model.geometry, scores, 2, 2)
+    ids = torch.tensor([[0, 3], [3, 0], [1, 3], [0, 1]])
+    prompts.routed(1, torch.zeros(4, 256), ids, torch.full((4, 2), 0.5))
+    want = torch.zeros(8, 8, dtype=torch.int64)
+    for first, second in ids.tolist():
+        want[first, first] += 1
+        want[second, second] += 1
+        want[first, second] += 1
+        want[second, first] += 1
+    assert torch.equal(prompts.pairs[1], want)
+    assert not prompts.pairs[0].any()
+
+
 def test_targets_agree_with_the_planners_exact_residual(
     traced: Artifact, model: ObservedModel
 ) -> None:

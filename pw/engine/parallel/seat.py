@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 
 from pw.engine.experts import RoutedExperts, RoutingCounter
 from pw.engine.parallel.own_experts import OwnExperts
-from pw.engine.parallel.share import Share, check_even, place_experts
+from pw.engine.parallel.placing import place_experts
+from pw.engine.parallel.share import Share, check_even
 from pw.engine.parallel.source import SharedSource
 from pw.engine.start.sources import Loaded, WeightSource
 from pw.models.architecture import Architecture
@@ -50,9 +51,11 @@ class Seat:
             return None
         geometry = source.geometry
         mass = np.zeros((len(geometry.layers), geometry.experts))
-        if source.has_table("routing"):
-            mass = np.nansum(source.table("routing").arrays["mass"], axis=0)
-        return place_experts(mass, self.size)
+        if not source.has_table("routing"):
+            return place_experts(mass, self.size)
+        arrays = source.table("routing").arrays
+        mass = np.nansum(arrays["mass"], axis=0)
+        return place_experts(mass, self.size, arrays.get("pairs"))  # older artifacts have none
 
 
 def share_of(source: WeightSource) -> Share | None:

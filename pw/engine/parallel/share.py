@@ -5,9 +5,8 @@
 
 Either way all ranks have blocks of the same shapes, in the same number, so that one plan is a plan
 for each of them: block i is as wide on every rank, in the same pages of every arena. By experts,
-block i is another expert on each rank; those that share their width in this way are neighbours in
-the order of the router weight that they got offline, so that little is lost by planning for them
-together, and every rank gets busy and idle ones alike.
+block i is another expert on each rank; those that share their width in this way are about equally
+busy (`pw.engine.parallel.placing`), so that little is lost by planning for them together.
 
 Axes: L MoE layers, E experts of the model, e experts of a rank, R ranks.
 """
@@ -45,20 +44,6 @@ def check_even(geometry: ExpertGeometry, size: int, *, by_expert: bool) -> None:
         hint = "use another --tensor-parallel-size, or leave --enable-expert-parallel out"
     if count % size:
         raise ConfigError(f"{count} {what} cannot be shared evenly by {size} ranks", hint)
-
-
-def place_experts(mass: NDArray[np.floating], size: int) -> NDArray[np.int64]:
-    """Which experts the ranks hold: [L, e, R].
-
-    Args:
-        mass: [L, E] router weight that each expert got offline, in any unit.
-        size: R.
-    """
-    layers, experts = mass.shape
-    order = np.argsort(-np.nan_to_num(mass), axis=1, kind="stable")
-    placed = order.reshape(layers, experts // size, size)
-    placed[:, 1::2] = placed[:, 1::2, ::-1]  # the busiest of a group is not always on rank 0
-    return placed
 
 
 @dataclass(frozen=True, eq=False)
