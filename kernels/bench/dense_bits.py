@@ -1,6 +1,6 @@
 """Dense weights through the kernels of the experts: is a static width faster than cuBLAS?
 
-    python kernels/bench/dense_bits.py
+    python kernels/bench/dense_bits.py --json FILE
 
 The maps of Qwen1.5-MoE-A2.7B that are never quantized, at 6 and 8 bits, beside bf16 through
 `torch.mm`: microseconds of the kernel alone, checked against the reference. Each call has weights
@@ -9,6 +9,7 @@ activation behind it is counted, its bytes are nearly nothing.
 """
 
 import argparse
+import itertools
 import json
 import statistics
 from dataclasses import replace
@@ -17,6 +18,7 @@ from pathlib import Path
 
 import moe
 import torch
+from torch import Tensor
 
 from pw_kernels import cuda_moe, nvrtc
 
@@ -31,33 +33,49 @@ MAPS = {
 _ROTATED = 300 << 20  # bytes of bf16 weights in turn, at least
 
 
-def measure(rows: int, cols: int, tokens: int, widths: list[int]) -> dict[str, float]:
-    """Microseconds of a map at each width, and in bf16."""
-    copies = max(2, -(-_ROTATED // (2 * rows * cols)))
-    model = moe.Model(copies, 1, cols, rows // 2)
-    layer = moe.Layer(model)
-    weights = layer.dense["gate_up"]
-    x = torch.randn(tokens, cols, dtype=torch.bfloat16, device="cuda")
-    calls = [lambda e=e: torch.mm(x, weights[e].t()) for e in range(copies)]
-    # cuBLAS may split a product over two kernels: all of a call count.
-    found = {"bf16": statistics.median(sum(row) for row in moe.kernel_times(calls))}
-    plan = replace(cuda_moe.choose_plan(tokens, 1, nvrtc.shared_bytes(0)), overlap=False)
-    batches = [
-        (
-            x,
-            torch.full((tokens, 1), e, device="cuda"),
-            torch.ones(tokens, 1, device="cuda"),
-        )
-        for e in range(copies)
-    ]
-    for bits in widths:
-        layer.set_bits(moe.alike(model, lambda _, bits=bits: bits))
-        error = layer.error(batches[0], plan) if copies * rows * cols < 1 << 29 else 0.0
-        if not error < 1e-2:
-            print(f"WRONG: {rows} x {cols}, {tokens} tokens, {bits} bits: error {error:.1e}")
-            continue
-        found[f"{bits} bits"] = moe.module_times(layer, batches, plan)["gate_up"]
-    return found
+class Map:
+    """One map in several copies, as `gate_up` of experts, and its launches for T tokens."""
+
+    def __init__(self, rows: int, cols: int) -> None:
+        copies = max(2, -(-_ROTATED // (2 * rows * cols)))
+        self.model = moe.Model(copies, 1, cols, rows // 2)
+        self.layer = moe.Layer(self.model)
+        self.few = copies * rows * cols < 1 << 29  # enough memory to decode them all
+
+    def batches(self, tokens: int) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """The same tokens to one copy after the other."""
+        x = torch.randn(tokens, self.model.hidden, dtype=torch.bfloat16, device="cuda")
+        ids = torch.zeros(tokens, 1, dtype=torch.int64, device="cuda")
+        return [(x, ids + e, torch.ones_like(ids).float()) for e in range(self.model.experts)]
+
+    def plan(self, tokens: int) -> cuda_moe.Plan:
+        """As for one expert, or one of several if there is one token; launches kept apart."""
+        experts = 2 if tokens == 1 else 1
+        return replace(cuda_moe.choose_plan(tokens, experts, nvrtc.shared_bytes(0)), overlap=False)
+
+    def take(self, bits: int) -> None:
+        """All copies have this width and can have no other."""
+        self.layer.set_bits(moe.alike(self.model, lambda _: bits))
+        for blocks in self.layer.blocks.values():
+            blocks.pages = replace(blocks.pages, widths=(bits, bits))
+
+    def measure(self, tokens: int, widths: list[int]) -> dict[str, float]:
+        """Microseconds at each width, and in bf16."""
+        batches, plan = self.batches(tokens), self.plan(tokens)
+        weights = self.layer.dense["gate_up"]
+        calls = [
+            lambda b=b, w=w: torch.mm(b[0], w.t()) for b, w in zip(batches, weights, strict=True)
+        ]
+        # cuBLAS may split a product over two kernels: all of a call count.
+        found = {"bf16": statistics.median(sum(row) for row in moe.kernel_times(calls))}
+        for bits in widths:
+            self.take(bits)
+            error = self.layer.error(batches[0], plan) if self.few else 0.0
+            if not error < 1e-2:
+                print(f"WRONG: {weights.shape[1:]}, {tokens} tokens, {bits} bits: {error:.1e}")
+                continue
+            found[f"{bits} bits"] = moe.module_times(self.layer, batches, plan)["gate_up"]
+        return found
 
 
 def main() -> None:
@@ -69,16 +87,18 @@ def main() -> None:
     parser.add_argument("--maps", nargs="+", choices=list(MAPS), default=list(MAPS))
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    maps = {name: Map(*MAPS[name]) for name in options.maps}
+    with nvrtc.Rehearsal():  # compiles side by side
+        for each in maps.values():
+            for tokens, bits in itertools.product(options.tokens, options.bits):
+                each.take(bits)
+                each.layer.run(each.batches(tokens)[0], each.plan(tokens))
     records = []
     heads = ["map", "T", "bf16", *(f"{bits} bits" for bits in options.bits)]
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
-    for name in options.maps:
+    for name, each in maps.items():
         for tokens in options.tokens:
-            try:
-                found = measure(*MAPS[name], tokens, options.bits)
-            except Exception as error:
-                print(f"{name}, {tokens} tokens: {type(error).__name__}: {error}")
-                continue
+            found = each.measure(tokens, options.bits)
             records.append({"map": name, "tokens": tokens, "us": found})
             cells = [f"{found['bf16']:.1f}"]
             cells += [
@@ -86,14 +106,14 @@ def main() -> None:
                 for width in heads[3:]
             ]
             lines.append(f"| {name} | {tokens} | {' | '.join(cells)} |")
-            torch.cuda.empty_cache()
-    if options.json:
-        about = {
-            "gpu": torch.cuda.get_device_name(),
-            "torch": torch.__version__,
-            "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        }
-        options.json.write_text(json.dumps(about | {"records": records}))
+            print(lines[-1], flush=True)
+            if options.json:
+                about = {
+                    "gpu": torch.cuda.get_device_name(),
+                    "torch": torch.__version__,
+                    "date": datetime.now(UTC).isoformat(timespec="seconds"),
+                }
+                options.json.write_text(json.dumps(about | {"records": records}))
     print("\n".join(lines))
 
 
