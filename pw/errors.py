@@ -54,6 +54,10 @@ class ModelError(PwError):
     """A checkpoint that is damaged, incomplete or not supported."""
 
 
+class DamagedModelError(ModelError):
+    """Weights that mean nothing: what has been made of others of that checkpoint is of no use."""
+
+
 class RequestError(PwError):
     """A request that is refused; the engine lives on.
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from pw.blocks import MODULES, BlockKey, Module
-from pw.errors import ModelError
+from pw.errors import DamagedModelError
 from pw.models.checkpoint import Checkpoint
 from pw.store.manifest import BlocksKey
 from pw.store.writer import ArtifactWriter
@@ -81,7 +81,7 @@ class BlockFitter:
             weight: Gives [N, K] of a block of this layer.
 
         Raises:
-            ModelError: A weight is not finite.
+            DamagedModelError: A weight is not finite.
             PartialResultError: The disk is full; the folder resumes.
         """
         started = time.perf_counter()
@@ -163,11 +163,11 @@ def refuse_infinite(checkpoint: Checkpoint, keys: Collection[BlockKey], weight: 
     """Name the first block whose weights are not finite, if there is one.
 
     Raises:
-        ModelError: There is.
+        DamagedModelError: There is.
     """
     for key in keys:
         if not torch.isfinite(weight(key)).all():
-            raise ModelError(
+            raise DamagedModelError(
                 f"weights of {key} are not finite: `{checkpoint.path}`",
                 "the checkpoint is damaged: fetch it again",
             )

@@ -27,7 +27,7 @@ from torch import Tensor
 
 import pw
 from pw.blocks import ExpertGeometry, Module
-from pw.errors import PartialResultError, PwError, StoreError
+from pw.errors import DamagedModelError, PartialResultError, PwError, StoreError
 from pw.store.artifact import DENSE, QUANTIZE, Artifact
 from pw.store.files import (
     WriteLock,
@@ -201,7 +201,8 @@ class ArtifactWriter:
     ) -> None:
         refused = isinstance(error, PwError) and not isinstance(error, PartialResultError)
         mine = self._lock.held and not self.complete
-        if refused and mine and not anything_done(self._folder, self.manifest):
+        useless = isinstance(error, DamagedModelError)  # another checkpoint does not go on with it
+        if refused and mine and (useless or not anything_done(self._folder, self.manifest)):
             remove_tree(self._folder)
         self.close()
 
