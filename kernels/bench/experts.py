@@ -435,7 +435,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the records here as they come")
     parser.add_argument("--tiles", type=int, nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    peers.tune_quickly()
+    if options.peers and not options.tiles:
+        peers.tune_quickly()
     records = bench(options)
     if records:
         print(experts_table.lines(records))
