@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -281,7 +282,13 @@ def main() -> None:
     chain = Chain()
     chains = [bench_chain(chain, tokens) for tokens in options.tokens]
     if options.json:
-        options.json.write_text(json.dumps({"shapes": records, "chains": chains}, indent=1))
+        about = {
+            "gpu": torch.cuda.get_device_name(), "torch": torch.__version__,
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        }  # fmt: skip
+        options.json.write_text(
+            json.dumps(about | {"shapes": records, "chains": chains}, indent=1) + "\n"
+        )
     print(torch.cuda.get_device_name())
     groups: dict[tuple[str, int], list[dict[str, Any]]] = {}
     for record in records:
