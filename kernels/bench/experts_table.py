@@ -1,13 +1,13 @@
 """Tables of what `experts.py` has measured; needs no GPU.
 
-    python kernels/bench/experts_table.py FILE...       # Markdown: products, layers, peers
+    python kernels/bench/experts_table.py FILE...       # Markdown: marks, products, layers, peers
 
 A record that several files have is taken from the last of them.
 """
 
 import argparse
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,8 @@ NAMES = {
     "gemma4-26b": "Gemma-4-26B-A4B",
     "qwen3-30b": "Qwen3-30B-A3B",
 }
+FEW = (1, 4, 16, 32, 64, 128)  # tokens
+AT_32 = {"2": 4.0, "3": 3.5, "4": 2.5, "5": 2.0, "6": 1.7, "7": 1.4, "8": 1.0}
 WIDTHS = [*map(str, range(2, 9)), "planned 3", "planned 4"]
 PEERS = ("cuBLAS bf16", "torch int4", "GemLite 4 bit", "GemLite 8 bit")
 Record = dict[str, Any]
@@ -95,6 +97,59 @@ def markdown(records: Sequence[Record]) -> str:
     return "\n".join(out)
 
 
+def marks(records: Sequence[Record]) -> Iterator[str]:
+    """What was asked for and what each model's shape has; bold where it is met."""
+    by = {(r["model"], r["tokens"], r["width"]): r for r in records}
+    models = list(dict.fromkeys(key[0] for key in by))
+
+    def row(
+        text: str, values: Callable[[str], Iterator[float]], met: Callable[[float], bool]
+    ) -> str:
+        cells = []
+        for model in models:
+            found = list(values(model))
+            worst = min(found, key=lambda v: (met(v), v)) if found else None
+            number = "" if worst is None else f"{worst:.2f}"
+            cells.append(f"**{number}**" if worst is not None and met(worst) else number)
+        return "| " + " | ".join([text, *cells]) + " |"
+
+    def at(model: str, tokens: int, width: str, key: str) -> Iterator[float]:
+        record = by.get((model, tokens, width), {})
+        if key in record:
+            yield record[key]
+
+    yield from rows(["mark", *(NAMES.get(m, m) for m in models)], [])
+    for width, least in AT_32.items():
+        yield row(
+            f"T = 32, {width} bit: {least} times Triton",
+            lambda m, w=width: at(m, 32, w, "ratio"), lambda v, n=least: v >= n,
+        )  # fmt: skip
+    for width in ("2", "3", "4"):
+        yield row(
+            f"T = 1, {width} bit, layers from a graph: 2 times bf16",
+            lambda m, w=width: at(m, 1, w, "layer_ratio"), lambda v: v >= 2,
+        )  # fmt: skip
+    for width in AT_32:
+        yield row(
+            f"up to T = 128, {width} bit: never slower than Triton",
+            lambda m, w=width: (v for t in FEW for v in at(m, t, w, "ratio")), lambda v: v >= 1,
+        )  # fmt: skip
+    for width in AT_32:
+        yield row(
+            f"T = 2048, {width} bit: at least 0.87 of Triton",
+            lambda m, w=width: at(m, 2048, w, "ratio"), lambda v: v >= 1 / 1.15,
+        )  # fmt: skip
+    for tokens in FEW:
+        yield row(
+            f"planned mix of 3 bits, T = {tokens}: layer within 1 % of uniform widths' mean",
+            lambda m, t=tokens: (
+                r["layer_us"] / r["mean_layer_us"]
+                for r in [by.get((m, t, "planned 3"), {})] if "mean_layer_us" in r
+            ),
+            lambda v: v <= 1.01,
+        )  # fmt: skip
+
+
 def peer_table(by: dict[Key, Record], model: str, counts: Sequence[int]) -> Iterator[str]:
     """T weights a second: experts (layers) beside dense matrices of the same size."""
     names = [name for name in PEERS if any((model, t, name) in by for t in counts)]
@@ -121,7 +176,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("files", type=Path, nargs="+")
     records = [r for path in parser.parse_args().files for r in json.loads(path.read_text())]
-    print(markdown(records))
+    print("\n".join([*marks(records), "", markdown(records)]))
 
 
 if __name__ == "__main__":

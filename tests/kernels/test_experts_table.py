@@ -45,6 +45,22 @@ def test_lines_have_rates() -> None:
     assert last == ["mixtral", "32", "4", "40.0", "0.10", "0.20", "2.00", "6.00", "50.0", "2.00"]
 
 
+def test_marks_name_the_worst_and_what_is_met() -> None:
+    slow = record("4", 160.0, ratio=0.5) | {"tokens": 64}
+    mixed = RECORDS[3] | {"mean_layer_us": 40.0}
+    rows = dict(
+        line.strip("| ").rsplit(" | ", 1)
+        for line in experts_table.marks([*RECORDS[:3], mixed, slow])
+        if " | " in line.strip("| ")
+    )
+    assert rows["T = 32, 4 bit: 2.5 times Triton"] == "2.00"
+    assert rows["up to T = 128, 4 bit: never slower than Triton"] == "0.50"
+    key = "planned mix of 3 bits, T = 32: layer within 1 % of uniform widths' mean"
+    assert rows[key] == "1.20"
+    met = experts_table.marks([record("4", 20.0, ratio=4.0)])
+    assert "| T = 32, 4 bit: 2.5 times Triton | **4.00** |" in list(met)
+
+
 def test_the_last_file_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     files = [tmp_path / "old.json", tmp_path / "new.json"]
     files[0].write_text(json.dumps(RECORDS))
