@@ -233,12 +233,12 @@ class Engine:
                 self._parts.kv.prefix.clear()
 
     def close(self, *, lost: bool = False) -> None:
-        """Close the trace, end the thread that compiles and the other ranks.
+        """Close the trace, end the threads that compile and plan and the other ranks.
 
         `lost`: this process ends at once, and its device is left alone, as it may be lost.
         """
-        self._grammars.close()
-        self._parts.trace.close()
+        for part in (self._grammars, self._parts.precision, self._parts.trace):
+            part.close()
         if self._parts.team is not None and lost:
             self._parts.team.abandon()
         elif self._parts.team is not None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ import pytest
 from pw.engine import Engine
 from pw.engine.request import EngineStatus, SamplingParams
 from pw.errors import BudgetError, ConfigError, RequestError, StoreError
+from pw.planning.planner import plan
 from pw.planning.pressure import Decision
 from support.engines import open_engine, random_prompt, tight_budget
 
@@ -134,6 +137,32 @@ def test_layer_floors_bound_what_may_be_released(qwen: tuple[Any, Path]) -> None
     assert free.status().mean_bits == 2
     # The floor is soft for a sequence that runs alone.
     assert len(bound.generate([random_prompt(150, 1)], GREEDY)) == 1
+
+
+def test_layer_floors_bound_what_an_older_plan_has_left(qwen: tuple[Any, Path]) -> None:
+    budget = tight_budget(qwen[1], kv_tokens=80)
+    dials: dict[str, Any] = {"planner_low_watermark": 0.01, "planner_hot_expert_floor": 2}
+    engine = open_engine(qwen[1], memory_budget=budget, planner_layer_floor=5.0, **dials)
+    precision: Any = engine._parts.precision
+    state = precision._state(hard=False)
+    precision._reserve.fill(state, plan(state, state.total_bytes), precision._turn)
+    table = precision._table
+    size = len(state.bits) // len(table.geometry.layers)
+    for block in range(size):  # somebody else takes what the first layer has to give
+        if table.committed[:size].sum() - 1 >= 5 * size:
+            table.reduce(block, int(table.committed[block]) - 1)
+    precision.release(10**6, "test")
+    assert min(engine.status().layer_bits.values()) >= 5
+    engine.check_integrity()
+
+
+def test_the_thread_that_looks_for_trades_ends_with_the_engine(qwen: tuple[Any, Path]) -> None:
+    engine = open_engine(qwen[1])
+    precision: Any = engine._parts.precision
+    precision._thinker = ThreadPoolExecutor(1, "pw-plan")
+    precision._rebalance()
+    engine.close()
+    assert not any(thread.name.startswith("pw-plan") for thread in threading.enumerate())
 
 
 def test_request_that_could_never_fit_is_refused_at_once(qwen: tuple[Any, Path]) -> None:

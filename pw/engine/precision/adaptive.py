@@ -84,6 +84,12 @@ class AdaptivePrecision(PrecisionBase):
     def _moving(self) -> bool:
         return bool(self._table.in_transfer or self._agenda or self._sought)
 
+    def close(self) -> None:
+        """See `Precision`."""
+        self._sought = None
+        if self._thinker is not None:
+            self._thinker.shutdown(cancel_futures=True)
+
     def hold(self, bits: int | None) -> None:
         """Bring every block to one width, or with None go back to planning. Between two steps.
 
@@ -140,7 +146,11 @@ class AdaptivePrecision(PrecisionBase):
             self._reserve.fill(state, found, self._turn)
 
     def _try_reduce(self, move: Move, reason: str, last_resort: bool = False) -> int:
-        """Pages freed; 0 if the narrower LUT cannot be read, which the base tree never needs."""
+        """Pages freed; 0 if the layer has come to its least mean bits since the move was planned,
+        or if the narrower LUT cannot be read, which the base tree never needs.
+        """
+        if not last_resort and not self._layer_gives(move):
+            return 0
         try:
             return self._reduce(move.block, move.to_bits, move.damage, reason)
         except (OSError, StoreError) as error:
@@ -149,6 +159,18 @@ class AdaptivePrecision(PrecisionBase):
         if last_resort and base >= self._least(hard=True):
             return self._reduce(move.block, base, move.damage, reason)
         return 0
+
+    def _layer_gives(self, move: Move) -> bool:
+        """Whether a layer keeps its least mean bits. A plan sees to that for itself alone: what is
+        kept of it, and trades found beside the steps, meet widths that others have lowered.
+        """
+        floor, geometry = min(self._config.layer_floor, self._max_bits), self._table.geometry
+        if floor <= self._min_bits:
+            return True
+        bits = self._table.committed.reshape(len(geometry.layers), -1)
+        of_layer = bits[move.block // bits.shape[1]]
+        lost = move.from_bits - move.to_bits
+        return int(of_layer.sum()) - lost >= floor * len(of_layer)
 
     def _note_failure(self, move: Move | Raise, error: Exception) -> None:
         """Count a transfer that failed; its block rests at its old width."""

@@ -85,6 +85,9 @@ class Precision(Relief, Protocol):
             idle: No request runs or waits.
         """
 
+    def close(self) -> None:
+        """End what works beside the steps; no safe point follows."""
+
 
 class FixedPrecision:
     """Static widths, or no widths at all (dense): nothing to release, nothing to raise."""
@@ -115,6 +118,9 @@ class FixedPrecision:
 
     def safe_point(self, step: int, turn: int, forecast: Forecast, idle: bool) -> None:
         """Nothing moves."""
+
+    def close(self) -> None:
+        """Nothing works beside the steps."""
 
 
 class PrecisionBase:
@@ -172,6 +178,9 @@ class PrecisionBase:
     def holds(self, bits: int) -> bool:
         """See `pw.engine.scheduler.Relief`."""
         return int(self._table.committed.min()) >= bits
+
+    def close(self) -> None:
+        """See `Precision`."""
 
     def _least(self, *, hard: bool) -> int:
         """Bits that no plan goes below. With `hard` those that a request only waits for do not
