@@ -50,6 +50,7 @@ TOKENS = [32, 1, 2048, 128, 64, 16, 4, 512]  # a run that is cut has those that 
 CHECKED = 256  # tokens of a batch, at most, that are compared
 AROUND = ("route", "arrange", "combine")  # kernels that are no products
 PROCESSES = 14  # that compile at a time
+TUNED = ("GemLite 4 bit", "GemLite 8 bit")  # compile and time many tiles for each size
 BF16 = "bf16 triton"
 
 
@@ -351,9 +352,10 @@ def compile_all(
         for part in range(3)
     ]
     for shape in shapes:
-        sizes = ["x".join(map(str, shape.peer_size(count))) for count in options.tokens]
+        counts = [count for count in options.tokens if count in options.tuned_tokens]
+        sizes = ["x".join(map(str, shape.peer_size(count))) for count in counts]
         for name in options.peers:
-            if name.startswith("GemLite"):
+            if name in TUNED:
                 parts = [sizes[i::4] for i in range(4)]
                 commands += [
                     [here.with_name("peers.py"), "--prepare", name, *part] for part in parts if part
@@ -374,6 +376,8 @@ def compile_all(
         if options.prepare:
             for command in commands:
                 pool.submit(run, command)
+        if options.compile:  # kernels of NVRTC have a cache that is filled fast
+            return
         with nvrtc.Rehearsal():
             for shape in shapes:
                 spans = [shape.widths[0], shape.widths[-4], shape.widths[-1]]  # 2, 8, mixed
@@ -396,6 +400,8 @@ def bench(options: argparse.Namespace) -> list[dict[str, Any]]:
         return []
     print(f"weights made, {clock():.0f} s", flush=True)
     compile_all(shapes, options, clock)
+    if options.compile:
+        return []
     print(f"compiled, {clock():.0f} s", flush=True)
     records: list[dict[str, Any]] = []
     missing: set[str] = set()
@@ -410,7 +416,9 @@ def bench(options: argparse.Namespace) -> list[dict[str, Any]]:
                 found.extend(measure(shape, tokens))
             except RuntimeError as error:  # the rest is still measured
                 print(f"{shape.name}, {tokens} tokens: {error}", flush=True)
-            found.extend(peer_records(shape, tokens, options.peers, missing))
+            tuned = tokens in options.tuned_tokens
+            names = [name for name in options.peers if tuned or name not in TUNED]
+            found.extend(peer_records(shape, tokens, names, missing))
             now = stamp()
             records.extend(where | record | now for record in found)
             if options.json:
@@ -431,6 +439,11 @@ def main() -> None:
         "--prepare", action=argparse.BooleanOptionalAction, default=True,
         help="compile Triton's kernels in processes first; useless where they are cached",
     )  # fmt: skip
+    parser.add_argument(
+        "--tuned-tokens", type=int, nargs="*", default=TOKENS,
+        help="where peers run that search for their tiles at each size",
+    )  # fmt: skip
+    parser.add_argument("--compile", action="store_true", help="Triton's kernels, nothing else")
     parser.add_argument("--seconds", type=float, default=1e9, help="begin nothing after so many")
     parser.add_argument("--json", type=Path, help="write the records here as they come")
     parser.add_argument("--tiles", type=int, nargs=2, help=argparse.SUPPRESS)
