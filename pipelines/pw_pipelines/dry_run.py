@@ -100,7 +100,7 @@ def run(
         config: Widths and calibration text.
         overwrite: Whether an artifact of other settings may be replaced.
         device: "auto", "cpu" or "cuda".
-        stages: What would run, in this order: "quantize", "sensitivity", "trace".
+        stages: What would run, in this order: "quantize", "sensitivity", "tune", "trace".
         artifacts: How many of them stay on the disk.
 
     Raises:
@@ -112,9 +112,8 @@ def run(
     samples = calibration_set(config.calibration, load_tokenizer(path), vocabulary_of(checkpoint))
     subject = Subject.of_checkpoint(checkpoint)
     _check_output(out, subject, samples, config, _max_bits(subject, config), overwrite)
-    report = _plan(
-        model, subject, out, config, tuple(samples.windows.shape), device, stages, artifacts
-    )
+    shape = samples.windows.shape[0], samples.windows.shape[1]
+    report = _plan(model, subject, out, config, shape, device, stages, artifacts)
     _check_room(out, report)
     return report
 
@@ -138,7 +137,7 @@ def run_config(
         ConfigError: No width would save anything.
     """
     subject, text = Subject.of_config(file), config.calibration
-    shape = (text.nsamples, text.seqlen)
+    shape = text.nsamples, text.seqlen
     report = _plan(model, subject, Path(out), config, shape, device, stages, artifacts)
     return replace(report, config_file=file)
 
@@ -148,7 +147,7 @@ def _plan(
     subject: Subject,
     out: Path,
     config: QuantizeConfig,
-    text: tuple[int, ...],
+    text: tuple[int, int],
     device: str,
     stages: Sequence[str],
     artifacts: int,
@@ -158,8 +157,11 @@ def _plan(
     max_bits = _max_bits(subject, config)
     widths = [b for b in WIDTHS if config.min_bits <= b <= max_bits]
     where = torch.device(usable_device(device))
-    needs = Needs(subject, math.prod(text), widths, config.codebook, where)
-    kinds = {QUANTIZE: needs.quantize, "sensitivity": needs.sensitivity, "trace": needs.trace}
+    needs = Needs(subject, text, widths, config.codebook, where)
+    kinds = {
+        QUANTIZE: needs.quantize, "sensitivity": needs.sensitivity, "tune": needs.tune,
+        "trace": needs.trace,
+    }  # fmt: skip
     known = {name: kinds[name]() for name in dict.fromkeys(stages)}
     dtype = str(subject.dtype).removeprefix("torch.")
     return DryRunReport(

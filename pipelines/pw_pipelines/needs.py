@@ -17,6 +17,7 @@ from pw_pipelines.activations import GPU_SHARE, MEMORY_BYTES
 from pw_pipelines.codebook import fit_codebook
 from pw_pipelines.costs import forward_operations, sensitivity_operations
 from pw_pipelines.observation import LOGITS_AT_ONCE
+from pw_pipelines.outputs import WINDOWS
 from pw_pipelines.quantize import uniform_bytes
 from pw_pipelines.rates import seconds_per_operation, timed
 from pw_pipelines.refit import refit, refit_bytes
@@ -25,6 +26,7 @@ from pw_pipelines.subject import Subject
 
 _WEIGHTS_TIMED = {"cpu": 1 << 17, "cuda": 1 << 24}  # in the short measurement
 _PROCESS_BYTES = 600_000_000  # interpreter, torch and transformers
+_OUTPUT_COPIES = 4  # of the second moments of gradients, while they are scaled
 
 
 @dataclass(frozen=True)
@@ -43,19 +45,26 @@ class Needs:
 
     Args:
         subject: The model.
-        tokens: Of calibration text.
+        text: Samples of calibration text, and tokens of each.
         widths: That are fitted.
         codebook: "joint" or "kmeans".
         device: Where the stages run.
     """
 
     def __init__(
-        self, subject: Subject, tokens: int, widths: list[int], codebook: str, device: torch.device
+        self,
+        subject: Subject,
+        text: tuple[int, int],
+        widths: list[int],
+        codebook: str,
+        device: torch.device,
     ) -> None:
         self._subject, self._geometry = subject, subject.geometry
         self._widths, self._device = widths, device
         self._joint = codebook == "joint"
-        self._tokens = tokens
+        samples, seqlen = text
+        self._tokens = samples * seqlen
+        self._gradient_tokens = min(samples, WINDOWS) * seqlen  # that `tune` reads there and back
         self._itemsize = subject.dtype.itemsize
         self._run_itemsize = 4 if device.type == "cpu" else self._itemsize
         self._per_operation = seconds_per_operation(device)
@@ -85,21 +94,36 @@ class Needs:
             seconds,
         )
 
+    def tune(self) -> StageNeeds:
+        """`quantize` again, behind some samples there and back: how gradients lie at the outputs
+        of each layer's experts, which is kept while these are fitted.
+        """
+        again, rows = self.quantize(), self._geometry.down.rows
+        outputs = 4 * len(self._geometry.layers) * rows**2
+        back = self._reading(self._places, head=True, tokens=self._gradient_tokens)
+        back += outputs + self._on_the_way_back()
+        scaling = _PROCESS_BYTES + _OUTPUT_COPIES * outputs
+        operations = 3 * forward_operations(self._subject, self._gradient_tokens)
+        return StageNeeds(
+            "tune",
+            int(max(again.memory_bytes + outputs, back, scaling)),
+            max(again.scratch_bytes, self._scratch(self._places, self._gradient_tokens)),
+            again.read_bytes + 2 * self._subject.text_bytes,
+            {"gradients": self._operations_seconds(operations)} | again.seconds,
+        )
+
     def sensitivity(self) -> StageNeeds:
         """Digest, all layers there and back; the states of all layers wait in between."""
         geometry, widths = self._geometry, len(self._widths)
-        places = self._subject.layers - geometry.layers[0] + 2
         one = max(geometry.gate_up.weights, geometry.down.weights)
         energies = 4 * len(geometry.layers) * geometry.experts * widths
         energies *= geometry.gate_up.cols + geometry.down.cols
-        back = max(ERRORS_BYTES, 4 * widths * one) + 3 * 4 * LOGITS_AT_ONCE["cpu"]
-        if self._itemsize < 4:  # float32 copies of a layer's experts wait for the way back
-            back += 4 * geometry.weights // len(geometry.layers)
+        back = max(ERRORS_BYTES, 4 * widths * one) + self._on_the_way_back()
         operations = sensitivity_operations(self._subject, self._tokens, widths)
         return StageNeeds(
             "sensitivity",
-            int(self._reading(places, head=True) + energies + back),
-            self._scratch(places),
+            int(self._reading(self._places, head=True) + energies + back),
+            self._scratch(self._places),
             3 * self._subject.text_bytes,
             {"products": self._operations_seconds(operations)},
         )
@@ -126,9 +150,23 @@ class Needs:
             return int(torch.cuda.get_device_properties(self._device).total_memory)
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
-    def _states(self, places: int) -> int:
-        """Bytes of the hidden states of all text at so many layers."""
-        return places * self._tokens * self._subject.hidden * self._run_itemsize
+    @property
+    def _places(self) -> int:
+        """Layers whose hidden states wait while all are read there and back."""
+        return self._subject.layers - self._geometry.layers[0] + 2
+
+    def _on_the_way_back(self) -> int:
+        """Bytes beside a reading while gradients go back through a layer."""
+        logits = 3 * 4 * LOGITS_AT_ONCE["cpu"]
+        if self._itemsize == 4:
+            return logits
+        # float32 copies of a layer's experts wait for the way back
+        return logits + 4 * self._geometry.weights // len(self._geometry.layers)
+
+    def _states(self, places: int, tokens: int | None = None) -> int:
+        """Bytes of the hidden states of a text, all of it if None, at so many layers."""
+        tokens = self._tokens if tokens is None else tokens
+        return places * tokens * self._subject.hidden * self._run_itemsize
 
     def _room(self) -> int:
         """For hidden states in memory."""
@@ -136,18 +174,18 @@ class Needs:
             return int(GPU_SHARE * self.memory_there())
         return MEMORY_BYTES
 
-    def _scratch(self, places: int) -> int:
+    def _scratch(self, places: int, tokens: int | None = None) -> int:
         """Bytes of hidden states that are too many for memory."""
-        states = self._states(places)
+        states = self._states(places, tokens)
         return states if states > self._room() else 0
 
-    def _reading(self, places: int, *, head: bool) -> float:
-        """Bytes in memory while one layer after the other reads the text."""
+    def _reading(self, places: int, *, head: bool, tokens: int | None = None) -> float:
+        """Bytes in memory while one layer after the other reads a text, all of it if None."""
         subject, wide = self._subject, self._run_itemsize / self._itemsize
         in_layers = subject.copied_bytes_in_layers
         outer = subject.copied_bytes - in_layers - (0 if head else subject.head)
         experts = self._geometry.weights // len(self._geometry.layers) * self._itemsize
-        kept = min(self._states(places), self._room())
+        kept = min(self._states(places, tokens), self._room())
         dense = (outer + in_layers // subject.layers) * wide
         return _PROCESS_BYTES + dense + experts + kept
 

@@ -126,8 +126,8 @@ def run(
 
 def stages_that_read(recipe: Recipe) -> tuple[str, ...]:
     """Names of the stages of `run` that read the model, in order."""
-    untuned = () if recipe.tune is None else (QUANTIZE, sensitivity.STAGE)
-    return (*untuned, QUANTIZE, sensitivity.STAGE, "trace")
+    again = () if recipe.tune is None else ("tune", sensitivity.STAGE)
+    return (QUANTIZE, sensitivity.STAGE, *again, "trace")
 
 
 def find_model(recipe: Recipe) -> str:

@@ -285,9 +285,8 @@ def test_a_recipe_of_a_model_that_is_not_here_is_planned_from_its_config(tmp_pat
     assert first == "checkpoint is not here: `nobody/big`: planned from its config alone,"
     assert second.startswith(f"`{config}`; ")
     assert "nobody/big (qwen3_moe)" in rest[0]
-    assert [line.split()[0] for line in rest if line.startswith(("  quant", "  sens", "  tr"))] == [
-        "quantize", "sensitivity", "quantize", "sensitivity", "trace"
-    ]  # fmt: skip
+    named = [line.split()[0] for line in rest if line.startswith(("  quant", "  sens", "  t"))]
+    assert named == ["quantize", "sensitivity", "tune", "sensitivity", "trace"]
     told = run("run", str(recipe), "--dry-run", "--model", "nobody/other")
     assert (told.code, told.out) == (1, "")
     described = json.loads(run("quantize", str(config), "--dry-run", "--json").out)

@@ -30,6 +30,7 @@ from pw.store.artifact import Artifact
 from pw_pipelines import activations, dry_run, needs, quantize, sensitivity, trace
 from pw_pipelines.needs import Needs
 from pw_pipelines.savepoint import Savepoint
+from pw_pipelines.subject import Subject
 from support.offline import QUIET, calibration, random_checkpoint, write_tokenizer
 
 Usage = namedtuple("Usage", "total used free")
@@ -219,6 +220,22 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(
     config = QuantizeConfig(max_bits=4, calibration=calibration(tmp_path))
     with pytest.raises(ConfigError, match=r"has token \d+, the model knows 97, from 0: `.*text"):
         stage(str(tmp_path / "model"), tmp_path / "a.pw", config=config)
+
+
+@pytest.mark.usefixtures("no_weights")
+@pytest.mark.parametrize("samples", [8, 64])
+def test_tuning_needs_gradients_at_all_outputs_beside_the_fit(samples: int, tmp_path: Path) -> None:
+    """Second moments of them by layer, and a way back for as many samples as they are read from."""
+    random_checkpoint(tmp_path / "model", "mixtral", dtype=torch.bfloat16)
+    subject = Subject.of_checkpoint(Checkpoint.open(tmp_path / "model"))
+    needed = Needs(subject, (samples, 16), [2, 3, 4], "joint", torch.device("cpu"))
+    fit, tune, all_back = needed.quantize(), needed.tune(), needed.sensitivity()
+    geometry = subject.geometry
+    moments = 4 * len(geometry.layers) * geometry.down.rows**2
+    assert fit.memory_bytes + moments <= tune.memory_bytes
+    assert tune.memory_bytes <= max(fit.memory_bytes, all_back.memory_bytes) + moments + 2
+    assert set(tune.seconds) == {"gradients", *fit.seconds}
+    assert tune.read_bytes > fit.read_bytes
 
 
 @pytest.mark.usefixtures("no_weights")
