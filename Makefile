@@ -95,34 +95,52 @@ RECIPE ?= tiny
 run: $(STAMP)  ## Make and score an artifact: make run RECIPE=mixtral-8x7b [MODEL=folder] [DOWNLOAD=1]; or a file
 	$(BIN)/pw run $(or $(wildcard $(RECIPE)),pipelines/recipes/$(RECIPE).toml) $(if $(MODEL),--model $(MODEL)) $(if $(DOWNLOAD),--download)
 
-# Q: where the artifacts of `quality` and its scores are kept; DATA: a folder with calibration.jsonl
-# and heldout.jsonl (lines with `source` and `text`), lm/ and skills/.
+# Q: where the artifacts of `quality` and its scores are kept; what is there is not made again, so
+# remove it after a change of code.
+# DATA: a folder with calibration.jsonl and heldout.jsonl (lines with `source` and `text`), lm/ and
+# skills/. DEVICE: cpu or cuda. JOBS: artifacts and studies made side by side, each in a process.
 Q        ?= artifacts/quality
+DEVICE   ?= cpu
+JOBS     ?= 1
 # A short run: make quality ... SAMPLES="--nsamples 40 --seqlen 256" WINDOWS=2 OTHER_WINDOWS=1
 SAMPLES  ?= --nsamples 128 --seqlen 1024
 PROSE    ?= --nsamples 96 --seqlen 512
 WINDOWS  ?= 32
 OTHER_WINDOWS ?= 12
-TEXT      = --dataset $(DATA)/calibration.jsonl $(SAMPLES)
-STUDIES  ?= codebooks equal-bytes bf16-equal pages transitions shift memory ablation one-bit held-tables parts
-quality: $(STAMP)  ## Tables of docs/quality.md: make quality MODEL=folder DATA=folder
+TEXT      = --dataset $(DATA)/calibration.jsonl $(SAMPLES) --device $(DEVICE)
+# Longest first.
+STUDIES  ?= equal-bytes codebooks transitions ablation shift memory pages bf16-equal one-bit held-tables parts
+LAB       = $(BIN)/python -m pw.evaluation.lab run --checkpoint $(MODEL) --device $(DEVICE) --jobs $(JOBS) \
+	--calibration $(DATA)/calibration.jsonl --heldout $(DATA)/heldout.jsonl --without 0 --windows $(WINDOWS)
+quality: $(STAMP)  ## Tables of docs/quality.md: make quality MODEL=folder DATA=folder [DEVICE=cuda JOBS=12]
 	@test -n "$(MODEL)" -a -n "$(DATA)" || { echo "usage: make quality MODEL=... DATA=..." >&2; exit 2; }
 	mkdir -p $(Q)
-	grep -E '"source": *"(gut|classic|novels100|speeches)"' $(DATA)/calibration.jsonl >$(Q)/prose.jsonl
+	@$(MAKE) --no-print-directory -j $(JOBS) $(Q)/results.done $(Q)/results-tuned.done
+
+$(Q)/prose.jsonl:
+	grep -E '"source": *"(gut|classic|novels100|speeches)"' $(DATA)/calibration.jsonl >$@
+$(Q)/own.done:
 	$(BIN)/pw calibrate $(MODEL) -o $(Q)/own.pw $(TEXT)
 	$(BIN)/pw fit-residuals $(Q)/own.pw
+	@touch $@
+$(Q)/apl.done:
 	$(BIN)/pw calibrate $(MODEL) -o $(Q)/apl.pw $(TEXT) --codebook kmeans
-	$(BIN)/pw calibrate $(MODEL) -o $(Q)/prose.pw --dataset $(Q)/prose.jsonl $(PROSE)
+	@touch $@
+$(Q)/prose.done: $(Q)/prose.jsonl
+	$(BIN)/pw calibrate $(MODEL) -o $(Q)/prose.pw --dataset $< $(PROSE) --device $(DEVICE)
 	$(BIN)/pw fit-residuals $(Q)/prose.pw
-	$(BIN)/python -m pw.evaluation.lab run $(STUDIES) --artifact $(Q)/own.pw --apl $(Q)/apl.pw \
-		--narrow $(Q)/prose.pw --checkpoint $(MODEL) --calibration $(DATA)/calibration.jsonl \
-		--heldout $(DATA)/heldout.jsonl --without 0 --other $(DATA)/lm/wikitext2_raw_test.txt \
-		--tasks $(DATA)/skills --windows $(WINDOWS) --other-windows $(OTHER_WINDOWS) \
-		--memory $(Q)/memory --out $(Q)/results
-	$(BIN)/pw tune $(Q)/own.pw -o $(Q)/tuned.pw --bits 3.6
-	$(BIN)/python -m pw.evaluation.lab run bf16-equal parts --artifact $(Q)/tuned.pw --checkpoint $(MODEL) \
-		--calibration $(DATA)/calibration.jsonl --heldout $(DATA)/heldout.jsonl --windows $(WINDOWS) \
-		--out $(Q)/results-tuned
+	@touch $@
+$(Q)/tuned.done: $(Q)/own.done
+	$(BIN)/pw tune $(Q)/own.pw -o $(Q)/tuned.pw --bits 3.6 --device $(DEVICE)
+	@touch $@
+$(Q)/results.done: $(Q)/own.done $(Q)/apl.done $(Q)/prose.done
+	$(LAB) $(STUDIES) --artifact $(Q)/own.pw --apl $(Q)/apl.pw --narrow $(Q)/prose.pw \
+		--other $(DATA)/lm/wikitext2_raw_test.txt --other-windows $(OTHER_WINDOWS) \
+		--tasks $(DATA)/skills --memory $(Q)/memory --out $(Q)/results
+	@touch $@
+$(Q)/results-tuned.done: $(Q)/tuned.done
+	$(LAB) bf16-equal parts --artifact $(Q)/tuned.pw --out $(Q)/results-tuned
+	@touch $@
 
 sizes: $(STAMP)  ## Lines per file, largest first, with the median
 	@git ls-files '*.py' | xargs wc -l | grep -v ' total$$' | sort -rn | awk \

@@ -153,6 +153,8 @@ def load_skeleton(
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
     part: DensePart | None = None,
+    *,
+    plain: bool = False,
 ) -> Skeleton:
     """Load everything but the routed experts, cast to `dtype`.
 
@@ -161,6 +163,7 @@ def load_skeleton(
         dtype: Of weights and activations.
         device: Where they go.
         part: What to keep of them, where several ranks share the model.
+        plain: See `finish`.
 
     Raises:
         ModelError: A tensor of the model is neither on disk nor tied to one that is.
@@ -170,7 +173,7 @@ def load_skeleton(
     load_tensors(model, checkpoint, checkpoint.keymap.dense, dtype, device, part)
     model.tie_weights()
     _check_loaded(model)
-    return finish(model, checkpoint.architecture, dtype, device, part)
+    return finish(model, checkpoint.architecture, dtype, device, part, plain=plain)
 
 
 def finish(
@@ -179,8 +182,13 @@ def finish(
     dtype: torch.dtype,
     device: torch.device,
     part: DensePart | None = None,
+    *,
+    plain: bool = False,
 ) -> Skeleton:
-    """Make a skeleton of a model whose dense weights, or a rank's part of them, are in place."""
+    """Make a skeleton of a model whose dense weights, or a rank's part of them, are in place.
+
+    Plain: transformers' own code, in which torch follows gradients; nothing is fused.
+    """
     if part is not None:
         part.bind(model)
     if device.type == "cpu" and dtype == torch.float32:
@@ -190,8 +198,8 @@ def finish(
     modules = [module for _, module in expert_modules(model)]
     config = architecture.config
     forward = partial(general_forward, model)
-    flat = flat_decoder(model, forward)
-    if flat is None and device.type == "cuda":  # measured on a CPU: no faster
+    flat = None if plain else flat_decoder(model, forward)
+    if flat is None and not plain and device.type == "cuda":  # measured on a CPU: no faster
         fuse_linears(model, forward)
         fuse_norms(model)
         fuse_routers(model)

@@ -122,6 +122,22 @@ def test_layers_and_widths_add_up_to_the_whole(options: list[str]) -> None:
     assert found["2 bits"]["bits"] in (0.0, 2.0)
 
 
+def test_studies_run_side_by_side_and_one_that_fails_stops_no_other(
+    options: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    given = [*options[:-1], str(tmp_path / "results"), "--jobs", "2", "--device", "cpu"]
+    without = given.index("--narrow")
+    del given[without : without + 2]
+    assert main(["run", "shift", "dense-bits", *given]) == 1
+    assert "shift: error: this study needs an artifact calibrated on prose" in (
+        capsys.readouterr().err
+    )
+    found = json.loads((tmp_path / "results" / "dense-bits.json").read_text())
+    assert found["made"]["device"] == "cpu"
+    assert found["made"]["hardware"]["threads"] == 1
+    assert not (tmp_path / "results" / "shift.json").exists()
+
+
 def test_every_ablation_is_scored(options: list[str]) -> None:
     found = rows(measured(options, "ablation"))
     assert len({row["variant"] for row in found}) > 9

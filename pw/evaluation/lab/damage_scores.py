@@ -15,6 +15,7 @@ Axes: L MoE layers, E experts, M modules (gate_up, down), W widths, n tokens, N 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 
 import numpy as np
 import torch
@@ -37,10 +38,9 @@ class _ScoreSums(ExpertObserver):
         geometry = model.geometry
         self._model, self._geometry = model, geometry
         shape = (len(geometry.layers), geometry.experts, len(MODULES), len(model.widths))
-        self.sums = {name: torch.zeros(shape, dtype=torch.float64) for name in SCORES}
-        self.mass = torch.zeros(shape[:2], dtype=torch.float64)
-        self.squares = torch.zeros(shape[:2], dtype=torch.float64)
-        self.tokens = torch.zeros(shape[:2], dtype=torch.float64)
+        zeros = partial(torch.zeros, dtype=torch.float64, device=model.device)
+        self.sums = {name: zeros(shape) for name in SCORES}
+        self.mass, self.squares, self.tokens = (zeros(shape[:2]) for _ in range(3))
         self._errors: dict[tuple[int, int, int], Tensor] = {}
 
     def expert(self, call: ExpertCall) -> None:
@@ -113,6 +113,6 @@ def measure_scores(model: LabModel, windows: Iterable[Tensor]) -> dict[str, Floa
     found = {name: sums.sums[name] / predicted for name in ("token", "gemq", "fisher")}
     found["hessian"] = sums.sums["hessian"] / routed
     found["output"] = sums.sums["output"].sqrt()
-    arrays = {name: values.numpy() for name, values in found.items()}
-    routing = {name: getattr(sums, name).numpy() for name in ("mass", "squares", "tokens")}
+    arrays = {name: values.cpu().numpy() for name, values in found.items()}
+    routing = {name: getattr(sums, name).cpu().numpy() for name in ("mass", "squares", "tokens")}
     return arrays | routing

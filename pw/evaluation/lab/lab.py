@@ -97,13 +97,14 @@ class Lab:
         """Mean loss and divergence of one window from its logits [S - scored, V]."""
         window, reference = self.windows[place], self._references[place]
         targets = window.ids[window.scored :].to(logits.device)
-        nll = kl = 0.0
-        for rows in torch.split(torch.arange(len(targets)), _ROWS):
-            got = logits[rows].log_softmax(-1)
-            expected = reference[rows].float()
-            nll -= float(got.gather(1, targets[rows, None]).double().sum())
-            kl += float(torch.linalg.vecdot(expected.exp(), expected - got).double().sum())
-        return nll / len(targets), kl / len(targets)
+        sums = torch.zeros(2, dtype=torch.float64, device=logits.device)
+        parts = (torch.split(tensor, _ROWS) for tensor in (logits, reference, targets))
+        for some, wanted, ids in zip(*parts, strict=True):
+            got, expected = some.log_softmax(-1), wanted.float()
+            sums[0] -= got.gather(1, ids[:, None]).double().sum()
+            sums[1] += torch.linalg.vecdot(expected.exp(), expected - got).double().sum()
+        nll, kl = (sums / len(targets)).tolist()
+        return nll, kl
 
     @torch.no_grad()
     def _run(self, place: int, window: Window) -> Tensor:

@@ -49,7 +49,7 @@ class LabModel:
     Args:
         artifact: Where widths come from.
         checkpoint: What the artifact was made from.
-        device: Where it runs.
+        device: Where it runs. In fp32 everywhere, so that losses of a window differ by rounding.
 
     Attributes:
         geometry: Of the routed experts.
@@ -64,7 +64,9 @@ class LabModel:
         self.artifact, self.checkpoint = artifact, checkpoint
         self.geometry = checkpoint.geometry
         self.widths = range(artifact.min_bits, artifact.max_bits + 1)
-        self._skeleton = load_skeleton(checkpoint, torch.float32, self.device)
+        # A GPU's fused kernels have no gradients, which `damage_scores` asks for.
+        plain = self.device.type != "cpu"
+        self._skeleton = load_skeleton(checkpoint, torch.float32, self.device, plain=plain)
         self._blocks = DequantizedBlocks(artifact, self.device)
         self._decoded: dict[tuple[int, int], Tensor] = {}  # (block, bits) -> [N, K], 16 bit
         self._originals = [checkpoint.expert_weight(key) for key in self.geometry.keys()]
@@ -76,9 +78,11 @@ class LabModel:
         self._context = _CausalAttention(self._pass)
 
     @classmethod
-    def open(cls, artifact: str | Path, checkpoint: str | Path) -> LabModel:
+    def open(
+        cls, artifact: str | Path, checkpoint: str | Path, device: str | torch.device = "cpu"
+    ) -> LabModel:
         """The model of an artifact and the checkpoint that it was made from."""
-        return cls(Artifact.open(artifact), Checkpoint.open(Path(checkpoint)))
+        return cls(Artifact.open(artifact), Checkpoint.open(Path(checkpoint)), device)
 
     def unquantized(self) -> Bits:
         """The allocation in which every block is the checkpoint's own."""

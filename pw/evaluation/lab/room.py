@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -46,14 +47,22 @@ class Room:
         artifact: Planes, LUTs and tables.
         checkpoint: What it was made from.
         texts: Files.
-        memory: Folder of what was measured before; None: forget.
+        memory: Folder of what was measured before; None: forget. Devices round differently, so each
+            but the CPU has a folder of its own in it.
+        device: Where models run: "cpu", "cuda".
     """
 
     def __init__(
-        self, artifact: Path, checkpoint: Path, texts: Texts, memory: Path | None = None
+        self,
+        artifact: Path,
+        checkpoint: Path,
+        texts: Texts,
+        memory: Path | None = None,
+        device: str = "cpu",
     ) -> None:
-        self.texts, self.memory = texts, memory
-        self.model = LabModel.open(artifact, checkpoint)
+        self.texts = texts
+        self.memory = memory if memory is None or device == "cpu" else memory / device
+        self.model = LabModel.open(artifact, checkpoint, device)
         self.tokenizer: Tokenizer = load_tokenizer(artifact)
 
     def kept(self, name: str) -> Path | None:
@@ -61,6 +70,7 @@ class Room:
         if self.memory is None:
             return None
         weights = self.model.artifact.manifest.stage_digest("quantize")
+        self.memory.mkdir(parents=True, exist_ok=True)
         return self.memory / f"{weights[:16]}-{name}"
 
     @cached_property
@@ -108,8 +118,9 @@ class Room:
         windows = spread_windows(documents, self.tokenizer, CALIBRATION_WINDOW, count)
         found = measure_scores(self.model, windows)
         if kept is not None:
-            kept.parent.mkdir(parents=True, exist_ok=True)
-            save_file({name: np.ascontiguousarray(v) for name, v in found.items()}, kept)
+            part = kept.with_suffix(f".{os.getpid()}")  # other studies may be writing the same
+            save_file({name: np.ascontiguousarray(v) for name, v in found.items()}, part)
+            part.replace(kept)
         return found
 
     def flat(self, name: str) -> Floats:

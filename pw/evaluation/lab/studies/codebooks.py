@@ -24,7 +24,7 @@ def run(room: Room) -> dict[str, Any]:
     """Score both codebooks at all budgets."""
     if room.texts.apl is None:
         raise ConfigError("this study needs an artifact with APL's codebooks", "give --apl")
-    apl = LabModel.open(room.texts.apl, room.model.checkpoint.path)
+    apl = LabModel.open(room.texts.apl, room.model.checkpoint.path, room.model.device)
     rows: list[Row] = []
     for text, own in (("held-out", room.heldout), ("other", room.other)):
         if own is None:

@@ -85,19 +85,19 @@ def rounded(model: LabModel, bits: int) -> Iterator[float]:
 
 def round_rows(weight: Tensor, bits: int) -> Tensor:
     """Each row of a weight [N, K] rounded to the 2^bits means of its own k-means."""
-    rows, cols = weight.shape
+    cols = weight.shape[1]
     count = 1 << bits
     if count >= cols:
         return weight.clone()
     ordered, order = weight.float().contiguous().sort(dim=1)
-    middles = ((torch.arange(count) + 0.5) / count * cols).long()
+    middles = ((torch.arange(count, device=weight.device) + 0.5) / count * cols).long()
     means = ordered[:, middles].contiguous()
     for _ in range(_ROUNDS):
         borders = (means[:, 1:] + means[:, :-1]) / 2
         cluster = torch.searchsorted(borders, ordered)
         ones = torch.ones_like(ordered)
-        sums = torch.zeros(rows, count).scatter_add_(1, cluster, ordered)
-        sizes = torch.zeros(rows, count).scatter_add_(1, cluster, ones)
+        sums = torch.zeros_like(means).scatter_add_(1, cluster, ordered)
+        sizes = torch.zeros_like(means).scatter_add_(1, cluster, ones)
         means = torch.where(sizes > 0, sums / sizes.clamp(min=1), means)
         means = means.sort(dim=1).values
     borders = (means[:, 1:] + means[:, :-1]) / 2

@@ -68,7 +68,8 @@ class OneBitModel(LabModel):
         kept = self._decoded.get((index, 1))
         if kept is None:
             exact = super().weight(index, UNQUANTIZED)
-            found = two_levels(exact, self._first_plane(index) == 1, self.moments.get(index))
+            upper = self._first_plane(index).to(self.device) == 1
+            found = two_levels(exact, upper, self.moments.get(index))
             kept = self._decoded[index, 1] = found.to(self.artifact.lut_dtype)
         return kept.float()
 
@@ -90,7 +91,7 @@ def two_levels(weights: Tensor, upper: Tensor, moment: Tensor | None) -> Tensor:
         upper: [N, K] bool, which of them have the upper level.
         moment: Of the inputs; None: the identity.
     """
-    eye = torch.eye(weights.shape[1])
+    eye = torch.eye(weights.shape[1], device=weights.device)
     moment = eye if moment is None else moment + _DAMPING * moment.diagonal().mean() * eye
     high, low = upper.float(), (~upper).float()
     seen = high @ moment
@@ -99,14 +100,16 @@ def two_levels(weights: Tensor, upper: Tensor, moment: Tensor | None) -> Tensor:
     wanted = weights @ moment
     right = torch.stack([(wanted * high).sum(1), (wanted * low).sum(1)], 1)  # [N, 2]
     left = torch.stack([own, both, both, rest], 1).view(-1, 2, 2)
-    levels = torch.linalg.lstsq(left, right[..., None], driver="gelsd").solution[..., 0]
+    # This driver, which bears rows of one level only, is the CPU's.
+    fit = torch.linalg.lstsq(left.cpu(), right[..., None].cpu(), driver="gelsd")
+    levels = fit.solution[..., 0].to(weights.device)
     return torch.where(upper, levels[:, :1], levels[:, 1:])
 
 
 def run(room: Room) -> dict[str, Any]:
     """Score plans with and without one bit."""
     texts, known = room.texts, room.model
-    model = OneBitModel(known.artifact, known.checkpoint)
+    model = OneBitModel(known.artifact, known.checkpoint, known.device)
     windows = _windows(room, texts.calibration, MOMENT_WINDOWS)
     moments = Moments(model)
     with model.watched(moments), torch.no_grad():

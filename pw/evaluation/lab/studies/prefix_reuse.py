@@ -77,6 +77,7 @@ def _open(room: Room) -> Engine:
         EngineConfig(
             memory_budget=_BYTES,
             policy=PrecisionPolicy.parse("adaptive"),
+            device=room.model.device.type,
             max_num_batched_tokens=TOKENS,
             max_num_seqs=1,
             max_model_len=TOKENS + 1,
