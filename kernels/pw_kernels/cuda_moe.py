@@ -153,7 +153,7 @@ def fused_moe(
     `plan` overrides `choose_plan`. Without `summed`, a batch that is no prompt gives its slots.
     """
     tokens, top_k = topk_ids.shape
-    count, experts, device = tokens * top_k, gate_up.experts, x.device
+    count, experts, device = tokens * top_k, gate_up.spread, x.device
     out = torch.empty(tokens, down.rows, dtype=x.dtype, device=device)
     if not tokens:
         return out
@@ -203,7 +203,7 @@ def fused_moe(
         }  # fmt: skip
         _launch_classes(plan, pages, groups, defines, (arguments, *more), device)
     if not summed:
-        return SlotResults(results, routed.ids, experts, live)
+        return SlotResults(results, routed.ids, gate_up.experts, live)
     combine(results, routed, out, overlap=plan.overlap)
     return out
 

@@ -177,9 +177,13 @@ def paged_attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    counters: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
     """Causal attention over paged keys and values; arguments as in `reference.paged_attention`.
+
+    `counters` are from `attention_counters`, of a caller whose calls follow each other on the
+    device; without them a decode step costs one more launch for each layer.
 
     Raises:
         ValueError: The named backend cannot take these arguments, or is not installed.
@@ -200,6 +204,7 @@ def paged_attention(
     )
     module = _module(_ATTENTION[name]) if name in _ATTENTION else reference
     assert module is not None  # _choose has imported it
+    more = {"counters": counters} if name == "cuda" else {}
     return module.paged_attention(  # type: ignore[no-any-return]
         q,
         k_pages,
@@ -211,7 +216,14 @@ def paged_attention(
         window=window,
         softcap=softcap,
         sinks=sinks,
+        **more,
     )
+
+
+def attention_counters(device: torch.device) -> Tensor | None:
+    """What a caller of `paged_attention` keeps for all its calls; None where they need nothing."""
+    cuda = _module("cuda_attention") if device.type == "cuda" else None
+    return None if cuda is None else cuda.make_counters(device)
 
 
 def attention_scratch_bytes(
@@ -292,7 +304,7 @@ def compiles(
     plain = _plain(gate_up, down, lut_dtype, activation)
     if not (plain and _fits_cuda(x, arena, gate_up, down, lut_dtype)):
         return False
-    cuda_moe, slots, experts = _module("cuda_moe"), topk_ids.numel(), gate_up.experts
+    cuda_moe, slots, experts = _module("cuda_moe"), topk_ids.numel(), gate_up.spread
     assert cuda_moe is not None  # it says that it fits
     few = slots < cuda_moe.PROMPT_SLOTS * experts
     return few or cuda_moe.cuda_prompts.wins(slots, experts, x.device)  # type: ignore[no-any-return]

@@ -35,7 +35,9 @@ class WeightPages:
     plane_pages: Tensor  # [E, B, PP] int32, NO_PAGE where absent
     lut_pages: Tensor  # [E, LP] int32, pages of the region that holds the table in use
     lut_offset: Tensor  # [E] int32, byte offset of that table in its region, multiple of 512
-    widths: tuple[int, int] = (1, MAX_BITS)  # least and greatest that a block can ever have
+    widths: tuple[int, int] = (2, MAX_BITS)  # least and greatest that a block can ever have
+    # Experts that the slots of a call are spread over, where some lie on other ranks; None: these.
+    routed: int | None = None
 
     def __post_init__(self) -> None:
         named = {
@@ -54,6 +56,11 @@ class WeightPages:
     def experts(self) -> int:
         """Number of experts E."""
         return self.bits.shape[0]
+
+    @property
+    def spread(self) -> int:
+        """Experts that slots are spread over: a call has S * E / spread slots here on average."""
+        return self.experts if self.routed is None else self.routed
 
     @cached_property
     def arrays(self) -> tuple[NDArray[np.int32], ...]:
