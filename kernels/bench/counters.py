@@ -45,7 +45,7 @@ def metric(reason: str) -> str:
 def launches(options: argparse.Namespace) -> None:
     """What ncu watches: both modules at each width, after a call that compiles."""
     import torch
-    from experts import Shape
+    from experts_shape import Shape
 
     shape = Shape(options.model, [options.tokens])
     batch = shape.batches[options.tokens][0]
