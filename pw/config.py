@@ -275,11 +275,10 @@ class EngineConfig:
 
     def _check_ranks(self) -> None:
         size = self.tensor_parallel_size
-        if size < 1 or not self.collective_timeout > 0:
-            raise ConfigError(
-                "tensor_parallel_size must be at least 1 and collective_timeout positive: "
-                f"{size}, {self.collective_timeout}"
-            )
+        if size < 1:
+            raise ConfigError(f"tensor_parallel_size must be at least 1: {size}")
+        if not self.collective_timeout > 0:
+            raise ConfigError(f"collective_timeout must be positive: {self.collective_timeout}")
         if self.enable_expert_parallel and size == 1:
             raise ConfigError(
                 "enable_expert_parallel needs several ranks, tensor_parallel_size is 1",

@@ -74,13 +74,17 @@ class PagedExperts:
         lut_dtype: torch.dtype,
         counter: RoutingCounter | None,
         widths: tuple[int, int],  # least and greatest that a block can ever have
+        routed: int | None = None,  # experts of the model, where other ranks have some; None: these
     ) -> None:
         self.batch: Batch | None = None
         self._arena = arena
         self._activations, self._biases = activations, biases
         self._lut_dtype, self._counter, self._top_k = lut_dtype, counter, table.geometry.top_k
         modules = [
-            [replace(table.pages_of(slot, module), widths=widths) for module in MODULES]
+            [
+                replace(table.pages_of(slot, module), widths=widths, routed=routed)
+                for module in MODULES
+            ]
             for slot in range(len(table.geometry.layers))
         ]
         self._pages: list[tuple[WeightPages, WeightPages]] = [(a, b) for a, b in modules]

@@ -39,6 +39,7 @@ _WHOLE = ("q_a_proj", "kv_a_proj_with_mqa")
 _BY_KV_HEADS = ("k_proj", "v_proj")  # of _BY_OUTPUTS
 _PER_HEAD = ("sinks",)  # parameters of attention with a number for each query head
 _MLP = {"gate_proj", "up_proj", "down_proj"}
+_MOST_NAMED = 16  # ranks that a hint names
 
 
 class Reduction:
@@ -137,7 +138,7 @@ class DensePart:
         if heads % size:
             raise ConfigError(
                 f"{heads} attention heads cannot be shared evenly by {size} ranks",
-                "use another --tensor-parallel-size",
+                sizes_that_divide(heads),
             )
         for layer in architecture.probe.kv.layers:
             if layer.kv_heads % size and size % layer.kv_heads:
@@ -199,8 +200,15 @@ class DensePart:
         if extent % parts:
             raise ConfigError(
                 f"{extent} numbers of `{name}` cannot be shared evenly by {self._size} ranks",
-                "use another --tensor-parallel-size",
+                sizes_that_divide(extent),
             )
+
+
+def sizes_that_divide(count: int) -> str:
+    """A hint: how many ranks share so many things evenly, up to a machine's worth of them."""
+    sizes = [str(size) for size in range(1, _MOST_NAMED + 1) if count % size == 0]
+    among = f"{', '.join(sizes[:-1])} or " if len(sizes) > 1 else ""
+    return f"use --tensor-parallel-size {among}{sizes[-1]}"
 
 
 def _cannot(name: str, what: str) -> ModelError:

@@ -9,11 +9,11 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 
 from pw.engine.parallel import messages
 from pw.engine.process.wire import FrameBuffer
 
-_END_SECONDS = 5.0  # for a follower to end by itself
 _RECEIVE_BYTES = 1 << 16
 
 
@@ -70,9 +70,9 @@ class Follower:
             return f"exit code {code}" if code >= 0 else signal.Signals(-code).name
         return None
 
-    def end(self) -> None:
-        """See to it that it is gone."""
-        if self.how_it_ended(_END_SECONDS) is None:
+    def end(self, deadline: float) -> None:
+        """See to it that it is gone; it may end by itself until then, on the monotonic clock."""
+        if self.how_it_ended(max(0.0, deadline - time.monotonic())) is None:
             self.kill()
             self._child.wait()
 

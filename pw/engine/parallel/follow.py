@@ -19,7 +19,7 @@ from torch import Tensor
 from pw.engine.experts import DenseExperts, PagedExperts, RoutedExperts
 from pw.engine.parallel import messages
 from pw.engine.parallel.rank_table import RankTable
-from pw.engine.parallel.seat import by_rank
+from pw.engine.parallel.seat import by_rank, share_of
 from pw.engine.runner import ModelRunner
 from pw.engine.sequence import Chunk
 from pw.engine.start.ground import Ground
@@ -124,8 +124,15 @@ class Followed:
             self._mover = Mover(ground.arena, store, **ground.mover_settings())
             self._store = store
             self.host_bytes = store.bytes
+            share = share_of(source)
             experts = PagedExperts(
-                self._table, ground.arena, *biases, source.lut_dtype, None, ground.widths
+                self._table,
+                ground.arena,
+                *biases,
+                source.lut_dtype,
+                None,
+                ground.widths,
+                None if share is None else share.whole.experts,
             )
         experts = by_rank(experts, source, None, skeleton.device)
         self._runner = ModelRunner(skeleton, experts, ground.kv, skeleton.vocab_size)

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from pw.blocks import MODULES, BlockKey, BlockShape, ExpertGeometry, Module
 from pw.errors import ConfigError
+from pw.models.slicing import sizes_that_divide
 from pw.planning.planner import PlannerState
 from pw_kernels.slicing import BlockPart
 
@@ -37,12 +38,15 @@ def check_even(geometry: ExpertGeometry, size: int, *, by_expert: bool) -> None:
     Raises:
         ConfigError: With the numbers.
     """
-    count, what = geometry.down.cols, "inner columns of each expert"
-    hint = "use another --tensor-parallel-size, or --enable-expert-parallel"
+    inner, experts = geometry.down.cols, geometry.experts
     if by_expert:
-        count, what = geometry.experts, "routed experts"
-        hint = "use another --tensor-parallel-size, or leave --enable-expert-parallel out"
+        count, what, other, change = experts, "routed experts", inner, "leave {} out"
+    else:
+        count, what, other, change = inner, "inner columns of each expert", experts, "give {}"
     if count % size:
+        hint = sizes_that_divide(count)
+        if other % size == 0:
+            hint += ", or " + change.format("--enable-expert-parallel")
         raise ConfigError(f"{count} {what} cannot be shared evenly by {size} ranks", hint)
 
 

@@ -37,6 +37,7 @@ logger = logging.getLogger(__name__)
 _REASON_SECONDS = 1.0  # for the end of a follower to be seen after a sum has failed
 _STUCK_SECONDS = 5.0  # for a step that waits for a lost rank to give up
 _COMPILE_SECONDS = 120.0  # of a step in which kernels are compiled, beside the ranks' wait
+_END_SECONDS = 5.0  # for followers to end by themselves
 _LOOK_SECONDS = 0.25  # between looks at the clock
 
 _Answer = TypeVar(
@@ -275,8 +276,9 @@ class Team:
                 follower.socket.shutdown(socket.SHUT_RDWR)
         if self._group is not None:
             self._group.close()
+        deadline = time.monotonic() + _END_SECONDS  # of all together
         for follower in self.followers:
-            follower.end()
+            follower.end(deadline)
             follower.socket.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 

@@ -173,6 +173,7 @@ def _load_weights(ground: Ground, trace: TraceWriter, team: Team | None) -> _Wei
         source.lut_dtype,
         None if whole else counter,
         ground.widths,
+        None if share is None else share.whole.experts,
     )
     experts = by_rank(paged, source, counter, device)
     return _Weights(experts, precision, table, store, mover, quality)

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from pw.blocks import BlockShape, ExpertGeometry
 from pw.engine import Completion, Engine
+from pw.engine.parallel.share import check_even
 from pw.engine.request import SamplingParams
 from pw.errors import BudgetError, ConfigError
 from support.engines import make_artifact, open_engine, random_prompt
@@ -87,6 +89,19 @@ def test_experts_by_rank_give_the_tokens_of_one_rank(
         engine.close()
 
 
+def test_kernels_know_how_many_experts_all_ranks_have(
+    qwen: tuple[Any, Path], threads: list[FollowerThread]
+) -> None:
+    """Slots of a call are spread over them: which kernel is the fastest goes by that."""
+    for by_expert, own in ((False, 6), (True, 3)):
+        engine = open_engine(qwen[1], "static:3", enable_expert_parallel=by_expert, **TWO)
+        experts: Any = engine._parts.runner._experts
+        paged = experts._inner if by_expert else experts
+        assert {pages.spread for layer in paged._pages for pages in layer} == {6}
+        assert {pages.experts for layer in paged._pages for pages in layer} == {own}
+        engine.close()
+
+
 def test_what_cannot_be_shared_is_refused_and_nothing_is_left(
     qwen: tuple[Any, Path], threads: list[FollowerThread]
 ) -> None:
@@ -105,5 +120,26 @@ def test_settings_that_make_no_sense_together_are_refused(qwen: tuple[Any, Path]
         open_engine(qwen[1], planner_residual="exact", **TWO)
     with pytest.raises(ConfigError, match=r"2 experts share one: `static:bits\.json`"):
         open_engine(qwen[1], "static:bits.json", enable_expert_parallel=True, **TWO)
-    with pytest.raises(ConfigError, match=r"must be at least 1 .*: 0"):
+    with pytest.raises(ConfigError, match="tensor_parallel_size must be at least 1: 0"):
         open_engine(qwen[1], tensor_parallel_size=0)
+    with pytest.raises(ConfigError, match=r"collective_timeout must be positive: 0\.0"):
+        open_engine(qwen[1], collective_timeout=0.0)
+
+
+@pytest.mark.parametrize(
+    ("inner", "experts", "size", "by_expert", "text", "hint"),
+    [
+        (24, 8, 16, False, "24 inner columns of each expert", "1, 2, 3, 4, 6, 8 or 12"),
+        (24, 60, 5, False, "24 inner columns", "8 or 12, or give --enable-expert-parallel"),
+        (24, 60, 8, True, "60 routed experts", "or leave --enable-expert-parallel out"),
+        (24, 61, 7, True, "61 routed experts", "use --tensor-parallel-size 1"),
+    ],
+)
+def test_hints_name_numbers_of_ranks_that_would_do(
+    inner: int, experts: int, size: int, by_expert: bool, text: str, hint: str
+) -> None:
+    shapes = (BlockShape(2 * inner, 32), BlockShape(32, inner))
+    geometry = ExpertGeometry((0,), experts, 2, *shapes)
+    with pytest.raises(ConfigError, match=text) as refused:
+        check_even(geometry, size, by_expert=by_expert)
+    assert refused.value.hint.endswith(hint)
