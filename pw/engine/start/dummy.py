@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pw.blocks import MODULES, BlockKey, ExpertGeometry
+from pw.blocks import MODULES, BlockKey, ExpertGeometry, Module
 from pw.models.architecture import Architecture
 from pw.models.dummy import STANDARD_DEVIATION
 from pw.models.features import feature_count
@@ -41,7 +41,7 @@ class DummySource:
         self.architecture = Architecture.load(path)
         self.model_name = path.name
         self.artifact_hash = sha256_file(path / "config.json")
-        self._planes: dict[tuple[int, int, int], NDArray[np.uint8]] = {}  # made so far
+        self._planes: dict[tuple[str, int], NDArray[np.uint8]] = {}  # by module, made so far
         self._luts: dict[tuple[int, int], NDArray[np.uint8]] = {}  # by rows and width
 
     @property
@@ -51,10 +51,18 @@ class DummySource:
 
     def read_planes(self, key: BlockKey, first: int, count: int, out: NDArray[np.uint8]) -> None:
         """Random bits, the same for every block of a module."""
-        generator = np.random.default_rng([MODULES.index(key.module), first])
-        np.frombuffer(out, np.uint64)[:] = generator.integers(
-            1 << 64, size=out.nbytes // 8, dtype=np.uint64
-        )
+        size = out.nbytes // count
+        for number in range(count):
+            plane = self._plane(key.module, first + number, size)
+            out[number * size : (number + 1) * size] = plane
+
+    def _plane(self, module: Module, plane: int, size: int) -> NDArray[np.uint8]:
+        """One plane; its random numbers are made once, a model has thousands of blocks."""
+        made = self._planes.get((module, plane))
+        if made is None:
+            generator = np.random.default_rng([MODULES.index(module), plane])
+            made = self._planes[module, plane] = generator.integers(256, size=size, dtype=np.uint8)
+        return made
 
     def read_lut(self, key: BlockKey, bits: int, out: NDArray[np.uint8]) -> None:
         """Quantiles of a normal distribution in every row: [N padded, 2^bits]."""
