@@ -4,6 +4,7 @@ model      the checkpoint with its expert weights exchanged block by block
 lab        negative log-likelihood and divergence of texts under an allocation
 texts      windows of tokens from files
 costs      bytes of every block at every width
+running    studies side by side
 studies    the tables of docs/quality.md; `python -m pw.evaluation.lab --help`
 """
 
