@@ -121,11 +121,18 @@ class RankGroup:
         leave.join(_LEAVE_SECONDS)
 
     def _leave(self) -> None:
+        group = self._group
+        if group is None:  # left already
+            return
         if self._peers is not None:
             self._peers.leave()
-        self._group.abort()
+        group.abort()
         if self._peers is not None:
             self._peers.close()
+        if self._device.type == "cpu":
+            # Gloo's threads take Python's lock with their last sum, and abort the process where
+            # Python has ended before.
+            self._group = None
 
 
 def _gloo(store: Any, rank: int, size: int, timeout: timedelta) -> Any:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -123,6 +125,28 @@ def test_which_sums_are_small() -> None:
     assert not peers.takes(torch.zeros(0))
     assert not PeerSums.supported(2, CPU)
     assert not PeerSums.supported(9, torch.device("cuda", 0))  # its kernel is for eight
+
+
+def test_a_group_that_is_left_has_no_thread(tmp_path: Path) -> None:
+    """Gloo's would ask for Python's lock when Python has ended, and abort the process."""
+
+    def threads() -> int:
+        return len(os.listdir("/proc/self/task"))
+
+    sums(tmp_path)  # whatever is made once is made
+    before = threads()
+    with ThreadPoolExecutor(2) as pool:
+        folder = tmp_path / "more"
+        folder.mkdir()
+        both = list(pool.map(lambda rank: RankGroup(rank, 2, folder, CPU, 60.0), range(2)))
+    assert threads() > before
+    for group in both:
+        group.close()
+        group.close()
+    end = time.monotonic() + 20
+    while threads() > before:
+        assert time.monotonic() < end
+        time.sleep(0.05)
 
 
 def test_inboxes_are_part_of_the_memory_plan(tmp_path: Path) -> None:
