@@ -52,6 +52,7 @@ class Rival:
 
     policy: str
     nll: Interval  # paired by chunk, nats a token
+    kl: Interval | None = None  # of the divergence from dense, likewise
 
 
 @dataclass(frozen=True)
@@ -212,7 +213,12 @@ def _compare(row: Row, rows: Sequence[Row], base: Row | None) -> Row:
 def _against(row: Row, other: Row) -> Rival:
     assert row.report is not None
     assert other.report is not None
-    return Rival(other.policy, paired_interval(row.report.chunk_nll, other.report.chunk_nll))
+    kl, other_kl = row.report.chunk_kl, other.report.chunk_kl
+    return Rival(
+        other.policy,
+        paired_interval(row.report.chunk_nll, other.report.chunk_nll),
+        None if kl is None or other_kl is None else paired_interval(kl, other_kl),
+    )
 
 
 def _tasks(row: Row, base: Row) -> dict[str, dict[str, Interval]]:

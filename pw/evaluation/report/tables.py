@@ -188,8 +188,9 @@ def findings(described: Described) -> list[Finding]:
         verdict = "better" if high < 0 else "worse" if low > 0 else "even"
         sentence = (
             f"{place} is {_VERDICTS[verdict]} the best fixed policy that fits, "
-            f"{rival['policy']}: {interval(rival['nll'])} nats a token."
+            f"{rival['policy']}: {interval(rival['nll'])} nats a token"
         )
+        sentence += f"; KL from dense {interval(rival['kl'])}." if rival["kl"] else "."
         found.append(Finding(verdict, sentence))
     return found
 

@@ -124,6 +124,12 @@ def test_findings_hold_adaptive_rows_against_what_else_fits(described: dict[str,
     interval = row["against_best_fixed"]["nll"]
     expected = "better" if interval["high"] < 0 else "worse" if interval["low"] > 0 else "even"
     assert found.verdict == expected
+    divergence = row["against_best_fixed"]["kl"]
+    assert divergence["low"] <= divergence["mean"] <= divergence["high"]
+    assert f"; KL from dense {divergence['mean']:+.4f} [" in found.sentence
+    described["rows"][-1]["against_best_fixed"]["kl"] = None  # of a run without dense
+    assert "KL" not in findings(described)[1].sentence
+    row["against_best_fixed"]["kl"] = divergence
 
 
 def test_markdown_has_every_cell_and_escapes_bars(described: dict[str, Any]) -> None:
