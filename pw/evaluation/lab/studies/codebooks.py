@@ -52,19 +52,25 @@ def _rows(room: Room, own: CachedLab, theirs: CachedLab, mean: float) -> list[Ro
 
 
 def tables(result: dict[str, Any]) -> str:
-    """Markdown."""
+    """Markdown, a table for each text."""
+    texts = dict.fromkeys(row["text"] for row in result["rows"])
+    return "\n\n".join(f"{text} text\n\n{_table(result, text)}" for text in texts)
+
+
+def _table(result: dict[str, Any], text: str) -> str:
     head = (
-        "text", "bits", "codebooks", "widths", "bytes %", "ppl", "NLL over BF16 [95 %]",
+        "bits", "codebooks", "widths", "bytes %", "ppl", "NLL over BF16 [95 %]",
         "NLL over APL uniform [95 %]", "won back %", "KL", "KL won back %",
     )  # fmt: skip
     rows = [
         (
-            row["text"], row["budget_bits"], row["codebooks"], row["widths"],
+            row["budget_bits"], row["codebooks"], row["widths"],
             f"{100 * row['share']:.1f}", row["perplexity"], show(row["nll"]),
             show(row["nll_over_uniform"]),
             "-" if row["won_back"] is None else f"{100 * row['won_back']:.0f}",
             f"{row['kl']['mean']:.4f}", f"{100 * row['won_back_kl']:.0f}",
         )
         for row in result["rows"]
+        if row["text"] == text
     ]  # fmt: skip
     return markdown(head, rows)
