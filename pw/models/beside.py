@@ -67,10 +67,17 @@ class SideStream:
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
 
-@cache
 def side_stream(device: torch.device) -> SideStream | None:
     """One for all layers, as libraries keep a workspace for each stream; None on a CPU."""
-    return SideStream(device) if device.type == "cuda" else None
+    if device.type != "cuda":
+        return None
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return _side_stream(index)  # `cuda` and `cuda:0` are one device
+
+
+@cache
+def _side_stream(index: int) -> SideStream:
+    return SideStream(torch.device("cuda", index))
 
 
 @contextmanager

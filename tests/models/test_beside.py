@@ -122,6 +122,19 @@ def test_a_rank_s_part_stays_on_one_stream(tmp_path: Path, monkeypatch: pytest.M
     assert not log.events
 
 
+def test_a_device_has_one_other_stream_whatever_it_is_called(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "Stream", lambda _: object())
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 7)
+    stream = beside.side_stream(torch.device("cuda:7"))
+    with opened(torch.device("cuda")):
+        assert stream is not None
+        assert stream.open
+    assert beside.side_stream(torch.device("cuda:8")) is not stream
+    assert beside.side_stream(torch.device("cpu")) is None
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(INTERPRETED, reason="needs TRITON_INTERPRET=0 and a GPU")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
