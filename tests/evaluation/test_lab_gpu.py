@@ -11,6 +11,7 @@ import torch
 
 from pw.evaluation.lab import Lab, LabModel, model
 from pw.evaluation.lab.damage_scores import SCORES, measure_scores
+from pw.evaluation.lab.experts import TogetherExperts
 from pw.evaluation.lab.studies.dense_bits import round_rows
 from pw.evaluation.lab.studies.one_bit import Moments, OneBitModel
 from pw.evaluation.lab.studies.transitions import single_moves
@@ -57,6 +58,10 @@ def test_code_without_kernels_of_its_own_gives_the_same(
 
     monkeypatch.setattr(model, "load_skeleton", plain)
     as_on_a_gpu = opened(made, "cpu")
+    activations = list(as_on_a_gpu._skeleton.activations)
+    as_on_a_gpu.experts = TogetherExperts(
+        as_on_a_gpu._weight, as_on_a_gpu._bias, activations, as_on_a_gpu._stack
+    )
     assert usual._skeleton.flat is not None
     assert as_on_a_gpu._skeleton.flat is None
     compare(usual, as_on_a_gpu)

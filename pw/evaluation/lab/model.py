@@ -18,8 +18,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from pw.blocks import MODULES, Module
+from pw.blocks import MODULES, BlockKey, Module
 from pw.errors import ConfigError
+from pw.evaluation.lab.experts import TogetherExperts
 from pw.models.checkpoint import Checkpoint
 from pw.models.dense import ExpertObserver, TorchExperts
 from pw.models.dequantized import DequantizedBlocks
@@ -71,8 +72,8 @@ class LabModel:
         self._decoded: dict[tuple[int, int], Tensor] = {}  # (block, bits) -> [N, K], 16 bit
         self._originals = [checkpoint.expert_weight(key) for key in self.geometry.keys()]
         self._held = self.unquantized()
-        self._weights = [weight.to(self.device, torch.float32) for weight in self._originals]
-        self.experts = TorchExperts(self._weight, self._bias, list(self._skeleton.activations))
+        self._stacks = self._stacked_originals()
+        self.experts = self._make_experts()
         self._skeleton.bind_experts(self._call_experts)
         self._pass = _Pass(Memo(), False, 0, self.geometry.layers)
         self._context = _CausalAttention(self._pass)
@@ -97,7 +98,7 @@ class LabModel:
         if bits.shape != self._held.shape:
             raise ValueError(f"expected {self._held.shape} widths, got {bits.shape}")
         for index in np.flatnonzero(bits != self._held).tolist():
-            self._weights[index] = self.weight(index, int(bits[index]))
+            self._slice(index).copy_(self.weight(index, int(bits[index])))
             self._held[index] = bits[index]
 
     def weight(self, index: int, bits: int) -> Tensor:
@@ -154,8 +155,35 @@ class LabModel:
         return output
 
     def _weight(self, slot: int, expert: int, module: Module, _: torch.device) -> Tensor:
-        place = (slot * self.geometry.experts + expert) * len(MODULES) + MODULES.index(module)
-        return self._weights[place]
+        return self._stacks[slot, module][expert]
+
+    def _stack(self, slot: int, module: Module) -> Tensor:
+        return self._stacks[slot, module]
+
+    def _slice(self, index: int) -> Tensor:
+        """Where the weight [N, K] of a block stands."""
+        key = self.geometry.key(index)
+        return self._stacks[self.geometry.slot(key.layer), key.module][key.expert]
+
+    def _stacked_originals(self) -> dict[tuple[int, Module], Tensor]:
+        """Weights [E, N, K] in fp32 of every slot and module."""
+        places = dict(zip(self.geometry.keys(), self._originals, strict=True))
+        return {
+            (slot, module): torch.stack(
+                [
+                    places[BlockKey(layer, expert, module)].to(self.device, torch.float32)
+                    for expert in range(self.geometry.experts)
+                ]
+            )
+            for slot, layer in enumerate(self.geometry.layers)
+            for module in MODULES
+        }
+
+    def _make_experts(self) -> TorchExperts:
+        activations = list(self._skeleton.activations)
+        if self.device.type == "cpu":
+            return TorchExperts(self._weight, self._bias, activations)
+        return TogetherExperts(self._weight, self._bias, activations, self._stack)
 
     def _bias(self, slot: int, expert: int, module: Module) -> Tensor | None:
         bias = self._skeleton.biases[slot][MODULES.index(module)]
