@@ -43,7 +43,7 @@ from pw_kernels.bitplane import MAX_BITS
 
 TOKENS = [32, 1, 2048, 128, 64, 16, 4, 512]  # a run that is cut has those that say most
 AROUND = ("route", "arrange", "combine")  # kernels that are no products
-PROCESSES = 14  # that compile at a time
+PROCESSES = 8  # that compile Triton's kernels at a time
 TUNED = ("GemLite 4 bit", "GemLite 8 bit")  # compile and time many tiles for each size
 
 
@@ -233,44 +233,46 @@ def compile_all(
     """Everything that will run, side by side, into the caches of Triton and of NVRTC's kernels."""
     here = Path(__file__)
     tokens = [str(count) for count in options.tokens]
-    commands = [
-        [here, "--shapes", shape.name, "--tokens", *tokens, "--tiles", str(part), "3"]
-        for shape in shapes
-        for part in range(3)
-    ]
-    for shape in shapes:
-        counts = [count for count in options.tokens if count in options.tuned_tokens]
-        sizes = ["x".join(map(str, shape.peer_size(count))) for count in counts]
-        for name in options.peers:
-            if name in TUNED:
-                parts = [sizes[i::4] for i in range(4)]
-                commands += [
-                    [here.with_name("peers.py"), "--prepare", name, *part] for part in parts if part
-                ]
+    commands: list[list[Any]] = []
+    if "tiles" in options.prepare:
+        commands += [
+            [here, "--shapes", shape.name, "--tokens", *tokens, "--tiles", str(part), "2"]
+            for shape in shapes
+            for part in range(2)
+        ]
+    if "peers" in options.prepare:
+        jobs = [
+            f"{name}:{'x'.join(map(str, shape.peer_size(count)))}"
+            for count in options.tokens
+            if count in options.tuned_tokens
+            for shape in shapes
+            for name in options.peers
+            if name in TUNED
+        ]
+        parts = [jobs[i::PROCESSES] for i in range(PROCESSES)]
+        commands += [[here.with_name("peers.py"), "--prepare", *part] for part in parts if part]
+
+    def run(command: list[Any]) -> None:
+        left = max(1.0, options.seconds - clock())
+        try:
+            done = subprocess.run(
+                [sys.executable, *command], timeout=left, capture_output=True, text=True
+            )
+        except subprocess.TimeoutExpired:
+            return
+        if done.returncode:
+            print(f"{command[1:]}: {done.stderr[-300:]}", flush=True)
+
     with ThreadPoolExecutor(PROCESSES) as pool:
-
-        def run(command: list[Any]) -> None:
-            left = max(1.0, options.seconds - clock())
-            try:
-                done = subprocess.run(
-                    [sys.executable, *command], timeout=left, capture_output=True, text=True
-                )
-            except subprocess.TimeoutExpired:
-                return
-            if done.returncode:
-                print(f"{command[1:]}: {done.stderr[-300:]}", flush=True)
-
-        if options.prepare:
-            for command in commands:
-                pool.submit(run, command)
+        for command in commands:
+            pool.submit(run, command)
         if options.compile:  # kernels of NVRTC have a cache that is filled fast
             return
         with nvrtc.Rehearsal():
             for shape in shapes:
-                spans = [shape.widths[0], shape.widths[-4], shape.widths[-1]]  # 2, 8, mixed
                 for count, batches in shape.batches.items():
-                    for width in spans:
-                        shape.take(width, count)
+                    for width in shape.widths:
+                        shape.allow(width, count)
                         shape.layer.run(batches[0])
     torch.cuda.synchronize()
 
@@ -299,10 +301,12 @@ def bench(options: argparse.Namespace) -> list[dict[str, Any]]:
                 continue
             where = {"model": shape.name, "tokens": tokens}
             found: list[dict[str, Any]] = []
+            start = clock()
             try:
                 found.extend(measure(shape, tokens))
             except RuntimeError as error:  # the rest is still measured
                 print(f"{shape.name}, {tokens} tokens: {error}", flush=True)
+            middle = clock()
             tuned = tokens in options.tuned_tokens
             names = [name for name in options.peers if tuned or name not in TUNED]
             found.extend(peer_records(shape, tokens, names, missing))
@@ -310,7 +314,8 @@ def bench(options: argparse.Namespace) -> list[dict[str, Any]]:
             records.extend(where | record | now for record in found)
             if options.json:
                 write(records, options.json)
-            print(f"{shape.name}, {tokens} tokens, {clock():.0f} s", flush=True)
+            took = f"{middle - start:.1f} s and {clock() - middle:.1f} for peers"
+            print(f"{shape.name}, {tokens} tokens: {took}, at {clock():.0f} s", flush=True)
     return records
 
 
@@ -323,8 +328,8 @@ def main() -> None:
     parser.add_argument("--peers", nargs="*", choices=list(peers.PEERS), default=list(peers.PEERS))
     parser.add_argument("--no-peers", dest="peers", action="store_const", const=[])
     parser.add_argument(
-        "--prepare", action=argparse.BooleanOptionalAction, default=True,
-        help="compile Triton's kernels in processes first; useless where they are cached",
+        "--prepare", nargs="*", choices=("tiles", "peers"), default=["tiles", "peers"],
+        help="what is compiled by processes first, nothing if it is in Triton's cache",
     )  # fmt: skip
     parser.add_argument(
         "--tuned-tokens", type=int, nargs="*", default=TOKENS,

@@ -53,8 +53,12 @@ class Shape:
         return cuda_prompts.wins(slots, self.model.experts, torch.device("cuda", 0))
 
     def take(self, width: Width, tokens: int) -> None:
-        """Set all blocks to their widths. Prompts are timed with all widths possible."""
+        """Set all blocks to their widths."""
         self.layer.set_bits(width.bits)
+        self.allow(width, tokens)
+
+    def allow(self, width: Width, tokens: int) -> None:
+        """Say which widths are possible: those of the policy; all of them for prompts."""
         span = (moe.MIN_BITS, MAX_BITS) if self.is_prompt(tokens) else width.span
         for blocks in self.layer.blocks.values():
             blocks.pages = replace(blocks.pages, widths=span)

@@ -2,7 +2,7 @@
 
     python kernels/bench/peers.py                     # Qwen1.5-MoE-A2.7B, T = 1, 4, 16, 32, 64, 128
     python kernels/bench/peers.py --tokens 32 --peers "GemLite 4 bit" --json results.json
-    python kernels/bench/peers.py --prepare "GemLite 4 bit" 2x168960x2048     # compiles and tunes
+    python kernels/bench/peers.py --prepare "GemLite 4 bit:2x168960x2048"     # compiles and tunes
 
 The experts are whole layers as models run them: routing, both modules, activation, last sum. The
 peers know no experts, so each multiplies one dense matrix that has as many weights as the experts
@@ -198,9 +198,10 @@ def bench(options: argparse.Namespace) -> list[dict[str, Any]]:
     return records
 
 
-def prepare(name: str, sizes: list[str]) -> None:
-    """Run a peer once at each `rows x matrix rows x columns`, so that its kernels are compiled."""
-    for size in sizes:
+def prepare(jobs: list[str]) -> None:
+    """Run each `peer:rows x matrix rows x columns` once, so that its kernels are compiled."""
+    for job in jobs:
+        name, _, size = job.partition(":")
         m, rows, cols = map(int, size.split("x"))
         x = torch.randn(m, cols, dtype=torch.bfloat16, device="cuda")
         PEERS[name](rows, cols).run(x)
@@ -228,12 +229,12 @@ def main() -> None:
     parser.add_argument("--bits", type=int, nargs="*", default=[4, 8], help="of the experts")
     parser.add_argument("--peers", nargs="*", choices=PEERS, default=list(PEERS))
     parser.add_argument("--rows", choices=("expert", "tokens"), default="expert")
-    parser.add_argument("--prepare", nargs="+", help="a peer and sizes: nothing is timed")
+    parser.add_argument("--prepare", nargs="+", help="peers and sizes: nothing is timed")
     parser.add_argument("--json", type=Path, help="also write the records here")
     options = parser.parse_args()
     tune_quickly()
     if options.prepare:
-        prepare(options.prepare[0], options.prepare[1:])
+        prepare(options.prepare)
         return
     records = bench(options)
     if options.json:
