@@ -19,13 +19,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from pw_kernels.triton_tiles import SMALLEST_DOT, tile_shape
+
 SPLIT_KEYS = 512  # keys of a part; a multiple of every BLOCK_KEYS
 WORKSPACE_BYTES = 128 << 20  # larger batches walk all keys in one program
+ENOUGH_PROGRAMS = 256  # tiles of prompts at which nothing is split: they fill a device
 PROGRAMS = 1024  # of a split grid: some waves of the largest GPU; a program takes parts in turn
 MERGED_PARTS = 16  # at a time
 LOG2E = tl.constexpr(1.4426950408889634)
 LOWEST = tl.constexpr(-1.0e30)  # below any score, and finite: differences of it are 0, not NaN
-SMALLEST_DOT = 16
 
 
 @triton.jit
@@ -49,7 +51,8 @@ def _walk(
     begin,
     low,
     high,
-    peak,  # [ROWS] fp32, before the first key; base 2
+    total,  # [ROWS, VALUE_BLOCK] fp32, before the first key
+    peak,  # [ROWS] fp32; base 2
     mass,  # [ROWS] fp32
     scale,
     softcap,
@@ -63,18 +66,19 @@ def _walk(
     VALUE_SIZE: tl.constexpr,
     KEY_BLOCK: tl.constexpr,
     VALUE_BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
     KEYS: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     FP32: tl.constexpr,
+    SEEN: tl.constexpr,  # by every query, and in whole steps
 ):
     """Attend to keys low..high, `begin` on in steps: weighted values, their maximum and sum."""
     dk, dv = tl.arange(0, KEY_BLOCK), tl.arange(0, VALUE_BLOCK)
-    total = tl.zeros((ROWS, VALUE_BLOCK), dtype=tl.float32)
     for at in range(begin, high, KEYS):
         key = at + tl.arange(0, KEYS)
         present = (key >= low) & (key < high)
+        if SEEN:
+            present = key >= 0
         page = tl.load(table + key // TOKENS, mask=present, other=0).to(tl.int64)
         slot = key % TOKENS
         k_rows = k_pages + page * k_page + slot * k_token
@@ -91,13 +95,16 @@ def _walk(
         )
         if FP32:
             keys, values = keys.to(tl.float32), values.to(tl.float32)
-        score = tl.dot(queries, keys, input_precision="ieee") * scale
+        score = tl.dot(queries, keys, input_precision="ieee")
         if HAS_SOFTCAP:
-            score = softcap * (2 * tl.sigmoid(2 * score / softcap) - 1)
-        visible = present[None, :] & (key[None, :] <= position[:, None])
-        if HAS_WINDOW:
-            visible &= key[None, :] > position[:, None] - window
-        score = tl.where(visible, score * LOG2E, float("-inf"))
+            score = softcap * (2 * tl.sigmoid(2 * (score * scale) / softcap) - 1) * LOG2E
+        else:
+            score *= scale * LOG2E
+        if not SEEN:
+            visible = present[None, :] & (key[None, :] <= position[:, None])
+            if HAS_WINDOW:
+                visible &= key[None, :] > position[:, None] - window
+            score = tl.where(visible, score, float("-inf"))
         higher = tl.maximum(peak, tl.max(score, 1))
         weight = tl.exp2(score - higher[:, None])
         shrink = tl.exp2(peak - higher)
@@ -153,7 +160,7 @@ def attention_kernel(
     FP32: tl.constexpr,  # multiply in fp32
 ):
     """Attention of one tile of queries over its keys, or over some parts of them, each alone."""
-    tile, kv_head = tl.program_id(0), tl.program_id(1)
+    tile, kv_head = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)  # long ones first
     sequence = _sequence_of(query_start, QUERIES, tile, SEQUENCES, PADDED_SEQUENCES)
     start = tl.load(query_start + sequence)
     count = tl.load(query_start + sequence + 1) - start
@@ -189,10 +196,12 @@ def attention_kernel(
         ):
             total, peak, mass = _walk(
                 queries, position, table, k_pages, v_pages, tl.maximum(begin, part * SPLIT), low,
-                tl.minimum(high, (part + 1) * SPLIT), tl.full((ROWS,), LOWEST, dtype=tl.float32),
-                tl.zeros((ROWS,), dtype=tl.float32), scale, softcap, window, k_page, k_token,
-                v_page, v_token, TOKENS, KEY_SIZE, VALUE_SIZE, KEY_BLOCK, VALUE_BLOCK, ROWS, KEYS,
-                HAS_WINDOW, HAS_SOFTCAP, FP32,
+                tl.minimum(high, (part + 1) * SPLIT),
+                tl.zeros((ROWS, VALUE_BLOCK), dtype=tl.float32),
+                tl.full((ROWS,), LOWEST, dtype=tl.float32), tl.zeros((ROWS,), dtype=tl.float32),
+                scale, softcap, window, k_page, k_token, v_page, v_token, TOKENS, KEY_SIZE,
+                VALUE_SIZE, KEY_BLOCK, VALUE_BLOCK, KEYS, HAS_WINDOW, HAS_SOFTCAP, FP32,
+                SEEN=False,
             )  # fmt: skip
             target = (token * HEADS + head) * parts + part
             tl.store(extremes + target * 2, peak, mask=used)
@@ -208,11 +217,23 @@ def attention_kernel(
         if HAS_SINKS:
             peak = tl.load(sinks + head, mask=used, other=0.0) * LOG2E
             mass += 1.0
-        total, peak, mass = _walk(
-            queries, position, table, k_pages, v_pages, begin, low, high, peak, mass, scale,
-            softcap, window, k_page, k_token, v_page, v_token, TOKENS, KEY_SIZE, VALUE_SIZE,
-            KEY_BLOCK, VALUE_BLOCK, ROWS, KEYS, HAS_WINDOW, HAS_SOFTCAP, FP32,
-        )  # fmt: skip
+        total = tl.zeros((ROWS, VALUE_BLOCK), dtype=tl.float32)
+        # Of a tile's steps only the last, and with a window the first, have keys that not every
+        # query sees; the others need no mask.
+        whole_from, whole_until = begin, (length - count + first + 1) // KEYS * KEYS
+        if HAS_WINDOW:
+            all_see = tl.maximum(0, length - count + last_query - window + 1)
+            whole_from = tl.minimum(tl.cdiv(all_see, KEYS) * KEYS, high)
+            whole_until = tl.maximum(whole_from, whole_until)
+        for stretch in tl.static_range(0 if HAS_WINDOW else 1, 3):
+            until = whole_from if stretch == 0 else whole_until if stretch == 1 else high
+            total, peak, mass = _walk(
+                queries, position, table, k_pages, v_pages, begin, low, until, total, peak, mass,
+                scale, softcap, window, k_page, k_token, v_page, v_token, TOKENS, KEY_SIZE,
+                VALUE_SIZE, KEY_BLOCK, VALUE_BLOCK, KEYS, HAS_WINDOW, HAS_SOFTCAP, FP32,
+                SEEN=stretch == 1,
+            )  # fmt: skip
+            begin = until
         total = total / tl.where(used, mass, 1.0)[:, None]
         target = token * HEADS + head
         tl.store(
@@ -306,20 +327,23 @@ def paged_attention(
     if block_tables.stride(1) != 1:
         block_tables = block_tables.contiguous()
     query_start, seq_lens = query_start.contiguous(), seq_lens.contiguous()
-    parts = triton.cdiv(blocks * page_tokens, SPLIT_KEYS)
-    split = parts > 1 and tokens * heads * parts * (value_size + 2) * 4 <= WORKSPACE_BYTES
     group = heads // kv_heads
-    same_dtype = q.dtype == k_pages.dtype == v_pages.dtype
-    shape = _tile_shape(tokens, sequences, group, max(key_size, value_size))
+    fp32 = not q.dtype == k_pages.dtype == v_pages.dtype or q.dtype == torch.float32
+    sizes = max(key_size, value_size), 4 if fp32 else 2
+    shape = tile_shape(tokens, sequences, group, *sizes, q.device)
+    tiles = tokens // shape["QUERIES"] + sequences
+    parts = triton.cdiv(blocks * page_tokens, SPLIT_KEYS)
+    split = (
+        parts > 1
+        and (tokens <= sequences or tiles * kv_heads < ENOUGH_PROGRAMS)
+        and tokens * heads * parts * (value_size + 2) * 4 <= WORKSPACE_BYTES
+    )
     common: dict[str, Any] = {
-        "SEQUENCES": sequences,
-        "PADDED_SEQUENCES": triton.next_power_of_2(sequences),
-        "HEADS": heads,
-        "VALUE_SIZE": value_size,
+        "SEQUENCES": sequences, "PADDED_SEQUENCES": triton.next_power_of_2(sequences),
+        "HEADS": heads, "VALUE_SIZE": value_size,
         "VALUE_BLOCK": max(SMALLEST_DOT, triton.next_power_of_2(value_size)),
-        "SPLIT": SPLIT_KEYS if split else 0,
-        "HAS_WINDOW": window is not None,
-    }
+        "SPLIT": SPLIT_KEYS if split else 0, "HAS_WINDOW": window is not None,
+    }  # fmt: skip
     sink_scores = seq_lens if sinks is None else sinks.float().contiguous()
     target = extremes = out
     if split:
@@ -328,7 +352,6 @@ def paged_attention(
         extremes = torch.empty(*rows, 2, dtype=torch.float32, device=q.device)
     else:
         out.zero_()
-    tiles = tokens // shape["QUERIES"] + sequences
     programs = min(parts, -(-PROGRAMS // (tiles * kv_heads))) if split else 1
     grid = (tiles, kv_heads, programs)
     attention_kernel[grid](
@@ -338,7 +361,7 @@ def paged_attention(
         GROUP=group, TOKENS=page_tokens, KEY_SIZE=key_size,
         KEY_BLOCK=max(SMALLEST_DOT, triton.next_power_of_2(key_size)),
         HAS_SOFTCAP=softcap is not None, HAS_SINKS=sinks is not None and not split,
-        FP32=not same_dtype or q.dtype == torch.float32, **common, **shape,
+        FP32=fp32, **common, **shape,
     )  # fmt: skip
     if split:
         merge_kernel[(tokens, heads)](
@@ -346,19 +369,3 @@ def paged_attention(
             MERGED=MERGED_PARTS, HAS_SINKS=sinks is not None, **common,
         )  # fmt: skip
     return out
-
-
-def _tile_shape(tokens: int, sequences: int, group: int, size: int) -> dict[str, int]:
-    """Tile sizes: few rows for decode, many for prompts, fewer where heads are wide."""
-    padded = triton.next_power_of_2(group)
-    wide = size > 256
-    rows = SMALLEST_DOT if tokens <= sequences else 32 if wide else 64
-    rows = max(rows, padded)
-    return {
-        "PADDED_GROUP": padded,
-        "ROWS": rows,
-        "QUERIES": rows // padded,
-        "KEYS": 32 if wide else 64,
-        "num_warps": 8 if wide else 4,
-        "num_stages": 2 if size > 128 else 3,
-    }

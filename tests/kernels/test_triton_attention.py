@@ -103,6 +103,11 @@ def test_window(window: int) -> None:
     Cache([133, 7], [10, 7]).check(window=window)
 
 
+@pytest.mark.parametrize("window", [None, 30, 200])
+def test_keys_that_every_query_of_a_tile_sees(window: int | None) -> None:
+    Cache([500, 130], [40, 1]).check(window=window, sinks=torch.randn(4, device=DEVICE))
+
+
 def test_pages_left_of_a_window_are_not_read() -> None:
     cache = Cache([40], [2])
     want = cache.attend(attention, window=9)
@@ -148,6 +153,15 @@ def test_one_program_walks_all_keys_where_parts_do_not_fit(
     Cache([1030, 3], [20, 1]).check(sinks=torch.randn(4, device=DEVICE))
 
 
+def test_prompts_whose_tiles_fill_a_device_are_not_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = Cache([1030], [20])
+    with monkeypatch.context() as no_room:
+        no_room.setattr(attention, "WORKSPACE_BYTES", 0)
+        whole = cache.attend(attention)
+    monkeypatch.setattr(attention, "ENOUGH_PROGRAMS", 0)
+    assert torch.equal(cache.attend(attention), whole)
+
+
 def test_large_scores_do_not_overflow() -> None:
     cache = Cache([30], [4])
     cache.q *= 300
@@ -180,6 +194,20 @@ def test_write_touches_its_slots_alone(dtype: torch.dtype) -> None:
     triton_step.write_kv(k, v, cache.k_pages, cache.v_pages, slots)
     assert torch.equal(cache.k_pages, want_k)
     assert torch.equal(cache.v_pages, want_v)
+
+
+def test_tiles_of_prompts_have_room_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    tiles = pytest.importorskip("pw_kernels.triton_tiles")
+    for kilobytes, size, number_bytes, want in (
+        (227, 128, 2, (128, 64)), (227, 128, 4, (64, 64)), (99, 128, 2, (64, 64)),
+        (227, 256, 2, (128, 32)), (227, 256, 4, (64, 32)), (227, 512, 2, (64, 32)),
+        (160, 512, 2, (32, 16)), (1, 80, 2, (64, 64)),
+    ):  # fmt: skip
+        monkeypatch.setattr(tiles, "_shared_bytes", lambda _, room=kilobytes << 10: room)
+        shape = tiles.tile_shape(300, 2, 4, size, number_bytes, torch.device("cpu"))
+        assert (shape["ROWS"], shape["KEYS"]) == want
+        assert shape["QUERIES"] == want[0] // 4
+        assert tiles.tile_shape(2, 2, 4, size, number_bytes, torch.device("cpu"))["ROWS"] == 16
 
 
 def test_through_the_door() -> None:
