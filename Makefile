@@ -109,7 +109,7 @@ WINDOWS  ?= 32
 OTHER_WINDOWS ?= 12
 TEXT      = --dataset $(DATA)/calibration.jsonl $(SAMPLES) --device $(DEVICE)
 # Longest first.
-STUDIES  ?= equal-bytes codebooks transitions ablation shift memory pages bf16-equal one-bit held-tables parts
+STUDIES  ?= engine-memory equal-bytes codebooks transitions ablation shift memory pages bf16-equal one-bit held-tables parts
 LAB       = $(BIN)/python -m pw.evaluation.lab run --checkpoint $(MODEL) --device $(DEVICE) --jobs $(JOBS) \
 	--calibration $(DATA)/calibration.jsonl --heldout $(DATA)/heldout.jsonl --without 0 --windows $(WINDOWS)
 quality: $(STAMP)  ## Tables of docs/quality.md: make quality MODEL=folder DATA=folder [DEVICE=cuda JOBS=12]
