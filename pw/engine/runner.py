@@ -21,6 +21,7 @@ from pw.memory.budget import SCORED_ROWS
 from pw.memory.kv_cache import KvCache
 from pw.memory.small_copies import to_device
 from pw.models.skeleton import Skeleton
+from pw_kernels.likeliest import likeliest
 
 logger = logging.getLogger(__name__)
 
@@ -99,7 +100,12 @@ class ModelRunner:
 
     def capture(self, most: int) -> None:
         """Let decode steps of up to `most` sequences be replayed from CUDA graphs, if they can."""
-        self.steps = capture_steps(self._skeleton, self._experts, self._kv, most)
+        skeleton = self._skeleton
+        self.steps = capture_steps(skeleton, self._experts, self._kv, most)
+        if self.steps is not None:  # what draws behind them is compiled now, too
+            shape = (1, skeleton.vocab_size)
+            logits = torch.zeros(shape, dtype=skeleton.dtype, device=skeleton.device)
+            likeliest(logits, self._vocabulary)
 
     def release(self) -> None:
         """Let decode steps run by calls from now on; their graphs are gone when this returns."""

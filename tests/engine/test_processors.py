@@ -73,7 +73,7 @@ def test_changed_logits_are_those_of_the_reference(padding: int) -> None:
 
 def test_logits_that_nothing_changes_are_not_copied() -> None:
     logits = torch.randn(2, V)
-    assert Sampler(V, EOS)._changed([sequence([1], SamplingParams())] * 2, logits) is logits
+    assert Sampler(V, EOS)._changed([sequence([1], SamplingParams())] * 2, logits) is None
 
 
 def test_blocked_tokens_never_come() -> None:

@@ -65,6 +65,7 @@ def sample(
     logits: Tensor,  # [S, V]
     params: Seq[SamplingParams],
     uniforms: Seq[float | None],
+    tokens: Tensor | None = None,
 ) -> Tensor:  # [S] int64
     """Choose the next token of each sequence, without a wait.
 
@@ -72,8 +73,10 @@ def sample(
         logits: Any float dtype; rows with NaN give any token.
         params: Of each sequence.
         uniforms: A number in [0, 1) for each; None takes the likeliest token.
+        tokens: [S] the likeliest ones, if they are known; drawn ones take their places.
     """
-    tokens = logits.argmax(-1)
+    if tokens is None:
+        tokens = logits.argmax(-1)
     for rows, filters in _parts(params, uniforms, logits.shape[1], sampled_rows(logits.device)):
         settings = np.array([(*_dials(params[row]), uniforms[row]) for row in rows], np.float64)
         if len(rows) == len(logits):

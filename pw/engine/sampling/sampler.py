@@ -17,6 +17,7 @@ from pw.engine.sampling.logprobs import score
 from pw.engine.sampling.processors import bias, block, penalize
 from pw.engine.sequence import Sequence
 from pw.memory.small_copies import to_device
+from pw_kernels.likeliest import likeliest
 
 
 class Sampler:
@@ -44,18 +45,21 @@ class Sampler:
             unread: Tokens of each that the device has drawn and the host has not read; if there
                 are, `reads_tokens` holds for none of them.
         """
-        finite = logits.sum(-1, dtype=torch.float32).isfinite()  # NaN and inf survive
-        if not ready:
-            return finite.long()
+        greedy = likeliest(logits, self._vocabulary)  # and -1 where it has to be
+        plain = logits[:, : self._vocabulary]
+        changed = self._changed(ready, plain, unread)
+        if changed is None and not any(seq.chance for seq in ready):
+            return greedy
         tokens = sample(
-            self._changed(ready, logits[:, : self._vocabulary], unread),
+            plain if changed is None else changed,
             [seq.params for seq in ready],
             [
                 None if seq.chance is None else seq.chance.at(len(seq.output) + unread)
                 for seq in ready
             ],
+            greedy.clone() if changed is None else None,
         )
-        return torch.where(finite, tokens, -1)
+        return torch.where(greedy < 0, greedy, tokens)
 
     def score(
         self, ready: Seq[Sequence], logits: Tensor, tokens: Tensor
@@ -75,14 +79,14 @@ class Sampler:
         scored = score(logits, tokens, counts, self._vocabulary)
         return lambda: dict(zip(rows, scored(), strict=True))
 
-    def _changed(self, ready: Seq[Sequence], logits: Tensor, unread: int = 0) -> Tensor:
-        """The logits after everything but temperature, in a copy if anything changes them."""
+    def _changed(self, ready: Seq[Sequence], logits: Tensor, unread: int = 0) -> Tensor | None:
+        """A copy of the logits after everything but temperature; None if nothing changes them."""
         blocked = [blocked_tokens(seq, self._eos, len(seq.output) + unread) for seq in ready]
         params = [sequence.params for sequence in ready]
         if not any(blocked) and not any(
             its.penalized or its.logit_bias or its.grammar for its in params
         ):
-            return logits
+            return None
         changed = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
         changed.copy_(logits)
         penalize(changed, ready)
