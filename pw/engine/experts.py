@@ -57,8 +57,9 @@ class RoutingCounter:
 
     def take(self) -> NDArray[np.float32]:
         """Weights [L, E] since the last call, there once a later `mark` is reached; zero again."""
-        mass = to_host(self.sums[:, 0])
+        sums = to_host(self.sums)  # whole: a part would have to be gathered first
         self.sums.zero_()
+        mass: NDArray[np.float32] = sums[:, 0]
         return mass
 
 
