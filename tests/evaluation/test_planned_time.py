@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pw.evaluation.bench.planned_time import Blocks, blocks_of, plan, table
+from pw.evaluation.bench.planned_time import Blocks, blocks_of, plan, table, widest_of
 
 CONFIG = Path(__file__).parents[2] / "pipelines" / "recipes" / "configs" / "mixtral-8x7b.json"
 
@@ -29,6 +29,12 @@ def test_time_that_costs_enough_makes_widths_uniform() -> None:
     line = plan(small(), 6.0, 5.0)
     assert (line.damage, line.counts) == (2.25, [0, 2, 0])
     assert line.time == pytest.approx(2.0)
+
+
+def test_the_widest_of_some_blocks_by_hand() -> None:
+    assert widest_of([1, 1], [10.0, 20.0], 1) == pytest.approx(15)
+    assert widest_of([1, 1], [10.0, 20.0], 2) == pytest.approx(17.5)  # 3 of 4 pairs have a wide one
+    assert widest_of([0, 5], [10.0, 20.0], 4) == pytest.approx(20)
 
 
 def test_blocks_have_the_shape_of_a_config() -> None:

@@ -7,6 +7,9 @@ of the uniform times, weighted by the plan. So no kernel that is measured agains
 make a plan faster than that. Each further line gives time a price beside damage: what less time
 would cost of what the plan wins. Losses are those of dummy weights (`pw.engine.start.dummy`).
 
+With few tokens the blocks of a layer run side by side, and it takes as long as the widest of them:
+`--together 4` says what that comes to for four of the plan's blocks, taken at random.
+
 Axes: n blocks, W widths.
 """
 
@@ -109,6 +112,18 @@ def plan(blocks: Blocks, num_bytes: float, price: float) -> Line:
     )
 
 
+def widest_of(counts: Sequence[int], times: Sequence[float], together: int) -> float:
+    """Expected time of the widest of some blocks.
+
+    Args:
+        counts: [W] blocks of each width.
+        times: [W] of a layer of each, never falling.
+        together: Blocks taken at random.
+    """
+    below = np.cumsum(counts) / sum(counts)
+    return float(np.diff(below**together, prepend=0.0) @ np.array(times))
+
+
 def table(blocks: Blocks, bits: int, prices: Sequence[float] = PRICES) -> str:
     """Plans in the bytes of a uniform width, for reading."""
     place = int(np.searchsorted(blocks.widths, bits))
@@ -136,10 +151,21 @@ def main() -> None:
     parser.add_argument("config", type=Path)
     parser.add_argument("--bits", type=int, default=3, help="whose bytes the plans have")
     parser.add_argument("--times", nargs="+", required=True, help="<bits>=<us> of uniform layers")
+    parser.add_argument("--together", type=int, help="blocks of a layer, side by side")
     options = parser.parse_args()
     pairs = (text.partition("=") for text in options.times)
     times = {int(bits): float(microseconds) for bits, _, microseconds in pairs}
-    print(table(blocks_of(options.config, times), options.bits))
+    blocks, bits = blocks_of(options.config, times), options.bits
+    print(table(blocks, bits))
+    if options.together:
+        of_layer = blocks.time.sum(0)
+        place = int(np.searchsorted(blocks.widths, bits))
+        line = plan(blocks, float(blocks.sizes[:, place].sum()), 0.0)
+        widest = widest_of(line.counts, of_layer.tolist(), options.together)
+        print(
+            f"\nthe widest of {options.together} blocks: {widest:.2f} us, uniform {bits} bits "
+            f"{of_layer[place]:.2f}: {widest / of_layer[place]:.3f}"
+        )
 
 
 if __name__ == "__main__":
