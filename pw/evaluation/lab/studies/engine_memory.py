@@ -19,7 +19,7 @@ from pw.config import EngineConfig, PlannerConfig, PrecisionPolicy
 from pw.engine import Engine
 from pw.engine.request import SamplingParams
 from pw.errors import BudgetError, PwError
-from pw.evaluation.lab.changing_memory import Outcome, Request
+from pw.evaluation.lab.changing_memory import Arena, FixedWeights, Outcome, Request
 from pw.evaluation.lab.costs import mean_bits
 from pw.evaluation.lab.model import Bits
 from pw.evaluation.lab.room import Room
@@ -43,7 +43,7 @@ def run(room: Room) -> dict[str, Any]:
         window.tolist()
         for window in spread_windows(documents, room.tokenizer, LONGEST, len(requests))
     ]
-    budget = _budget(room)
+    budget = _budget(room, requests)
     outcomes: dict[str, tuple[Outcome, Row]] = {}
     rows: list[Row] = []
     for policy in POLICIES:
@@ -89,8 +89,8 @@ def _config(room: Room, policy: str, budget: int) -> EngineConfig:
     )
 
 
-def _budget(room: Room) -> int:
-    """What is never quantized, weights of `PEAK_BITS`, and the KV of the longest contexts."""
+def _budget(room: Room, requests: list[Request]) -> int:
+    """What is never quantized, weights of `PEAK_BITS`, and the most KV that the load ever has."""
     engine = Engine.from_artifact(
         room.model.artifact.path, _config(room, f"static:{room.model.widths[0]}", _PROBE_BYTES)
     )
@@ -98,7 +98,9 @@ def _budget(room: Room) -> int:
         status = engine.status()
         page = status.page_bytes
         fixed = status.bytes.total - (status.pages_weights + status.pages_free) * page
-        kv = RUNNING * engine.pages_for_tokens(LONGEST)
+        nothing = FixedWeights(room.model.unquantized(), 0)
+        plenty = Arena(1 << 30, engine.pages_for_tokens, nothing, RUNNING, 0)
+        kv = plenty.serve(requests).most_kv
     finally:
         engine.close()
     pages = kv + math.ceil(room.budget(PEAK_BITS) / page)
