@@ -112,6 +112,12 @@ class TuneConfig:
     """For which bytes the codebooks of `pw tune` are fitted."""
 
     bits: float = 3.0  # the planner has the bytes of uniform widths of so many bits
+    distill: int = 0  # steps of training on the divergence from the unquantized model
+    text: str = ""  # .jsonl or .txt that is trained on beside the calibration text
+
+    def __post_init__(self) -> None:
+        if self.distill < 0:
+            raise ConfigError(f"distill must be at least 0 steps: {self.distill}")
 
 
 @dataclass(frozen=True)

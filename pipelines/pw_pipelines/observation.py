@@ -14,6 +14,7 @@ import ctypes
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -32,6 +33,7 @@ from pw_pipelines.ranks import Ranks
 from pw_pipelines.savepoint import Savepoint
 
 Weights = Callable[[BlockKey], Tensor | None]  # -> [N, K], any float dtype; None = the model's own
+Loss = Callable[[int, Tensor, Tensor], Tensor]  # batch, tokens [B, S], last output -> its gradient
 AfterLayer = Callable[[int], None]  # told that observers have seen all of a layer, by its number
 
 CPU = torch.device("cpu")
@@ -51,6 +53,7 @@ class ObservedModel:
         device: Where to run.
         scratch: Folder for hidden states that do not fit in memory; None = the system's.
         cache_bytes: Layers beyond the one in use are kept up to this; None = a small model's.
+        dtype: Of dense weights and hidden states; None = float32 on a CPU, else the checkpoint's.
     """
 
     def __init__(
@@ -60,12 +63,14 @@ class ObservedModel:
         *,
         scratch: Path | None = None,
         cache_bytes: int | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         gc.collect()  # an earlier stage's model: its layers and what they call hold each other
         trim()
         self.device = torch.device(device)
         self.geometry = checkpoint.geometry
-        self._dtype = torch.float32 if self.device.type == "cpu" else checkpoint.weight_dtype
+        own = torch.float32 if self.device.type == "cpu" else checkpoint.weight_dtype
+        self._dtype = dtype or own
         room = _cache_bytes(self.device) if cache_bytes is None else cache_bytes
         self._model = LayeredModel(checkpoint, self._dtype, self.device, room)
         self._original = self._model.experts.weight
@@ -126,8 +131,10 @@ class ObservedModel:
         advance: Advance = lambda _: None,
         savepoint: Savepoint | None = None,
         after_layer: AfterLayer = lambda _: None,
+        weights: Weights | None = None,
+        loss: Loss | None = None,
     ) -> None:
-        """Read windows [P, S] and back-propagate the sum of all tokens' losses.
+        """Read windows [P, S] and back-propagate the sum of all tokens' losses, or another `loss`.
 
         `advance` is called with the number of windows each time a layer has read some, and again
         on the way back; `backward_units` says how often in all. `savepoint` and `after_layer` are
@@ -150,7 +157,7 @@ class ObservedModel:
                     output = self._embed(ids)
                 else:
                     inputs = states.get(input_of(layer - 1), batch)
-                    with torch.no_grad():
+                    with torch.no_grad(), self._watched(None, weights):
                         output = self._layer(layer - 1, ids, inputs, shared[batch])
                     advance(ids.shape[0])
                 states.put(input_of(layer), batch, output)
@@ -163,9 +170,14 @@ class ObservedModel:
             for batch, ids in enumerate(parts):
                 hidden = states.get(input_of(layer), batch).to(self.device).detach()
                 hidden.requires_grad_(layer > first)
-                upstream = None if layer == last else states.get(above + (layer + 1) % 2, batch)
-                with self._watched(observer, None), torch.enable_grad():
-                    self._backward(layer, ids, hidden, upstream, shared[batch], gradients[batch])
+                upstream = None
+                if layer < last:
+                    upstream = partial(_given, states.get(above + (layer + 1) % 2, batch))
+                with self._watched(observer, weights), torch.enable_grad():
+                    at_end = self._loss_gradient if loss is None else partial(loss, batch)
+                    self._backward(
+                        layer, ids, hidden, upstream or at_end, shared[batch], gradients[batch]
+                    )
                 if hidden.grad is not None:
                     states.put(above + layer % 2, batch, hidden.grad)
                 advance(ids.shape[0])
@@ -238,7 +250,7 @@ class ObservedModel:
         layer: int,
         ids: Tensor,
         hidden: Tensor,
-        above: Tensor | None,
+        above: Callable[[Tensor, Tensor], Tensor],
         shared: SharedKv,
         gradients: SharedKv,
     ) -> None:
@@ -248,7 +260,7 @@ class ObservedModel:
             layer: Which layer.
             ids: Tokens of the batch [B, S].
             hidden: Its input [B, S, H].
-            above: Gradient of its output [B, S, H]; None for the last layer.
+            above: Gives the gradient of its output [B, S, H] from tokens and output.
             shared: Keys and values that layers of the batch share, all known by now.
             gradients: Of those; readers add to them, the layer that made them uses them up.
         """
@@ -256,7 +268,7 @@ class ObservedModel:
         now = dict(given)
         output = self._layer(layer, ids, hidden, now)
         tensors = [output]
-        upstream = [self._loss_gradient(ids, output) if above is None else above.to(self.device)]
+        upstream = [above(ids, output).to(self.device)]
         for kind in [kind for kind in now if now[kind] is not given.get(kind)]:
             made = zip(now[kind], gradients.pop(kind, ()), strict=False)
             pairs = [(tensor, gradient) for tensor, gradient in made if tensor.requires_grad]
@@ -278,6 +290,34 @@ class ObservedModel:
             torch.autograd.backward(loss)
         assert hidden.grad is not None
         return hidden.grad
+
+    def divergence(
+        self, ids: Tensor, output: Tensor, reference: Tensor, *, gradient: bool = True
+    ) -> tuple[Tensor, Tensor | None]:
+        """How far next-token distributions are from those of another last output.
+
+        Args:
+            ids: One batch of windows [B, S].
+            output: The last layer's output [B, S, H].
+            reference: That of the model that is right.
+            gradient: Whether that is wanted.
+
+        Returns:
+            Sum of KL(reference, output) over all tokens, nats; its gradient at `output`.
+        """
+        ids, reference = ids.to(self.device), reference.to(self.device)
+        hidden = output.detach().to(self.device).requires_grad_(gradient)
+        total = torch.zeros((), device=self.device)
+        for keep in self._positions(ids, ids.shape[1]):
+            with torch.no_grad():
+                expected = self._model.head(ids, reference, keep).float().log_softmax(-1)
+            with torch.set_grad_enabled(gradient):
+                found = self._model.head(ids, hidden, keep).float().log_softmax(-1)
+                loss = (expected.exp() * (expected - found)).sum()
+            if gradient:
+                torch.autograd.backward(loss)
+            total += loss.detach()
+        return total, hidden.grad
 
     def _positions(self, ids: Tensor, count: int) -> Iterator[Tensor]:
         """The first `count` positions, so many at a time that their logits are no burden."""
@@ -303,6 +343,11 @@ class ObservedModel:
             yield
         finally:
             experts.observer, experts.weight = None, self._original
+
+
+def _given(gradient: Tensor, _ids: Tensor, _output: Tensor) -> Tensor:
+    """A gradient that is known, whatever the output."""
+    return gradient
 
 
 def trim() -> None:

@@ -127,7 +127,7 @@ def run(
             writer, checkpoint, samples, config, progress, where, ranks, focus, behind
         )
         if ranks.first:
-            _write_rest(writer, checkpoint, recipe, copied)
+            write_rest(writer, checkpoint, recipe, copied)
             report = {"coverage": moments.counts(), "tokens": samples.windows.numel()}
             writer.publish(report)
     ranks.wait()
@@ -342,7 +342,7 @@ def _read(
     return moments
 
 
-def _write_rest(
+def write_rest(
     writer: ArtifactWriter, checkpoint: Checkpoint, recipe: Path | None, shards: ShardIndex
 ) -> None:
     """Dense weights, configuration and tokenizer; what is done is skipped."""

@@ -15,16 +15,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from pw.blocks import MODULES
 from pw.config import CalibrationConfig, QuantizeConfig, TuneConfig
 from pw.errors import ConfigError
 from pw.store.artifact import QUANTIZE, Artifact
-from pw_pipelines import quantize, sensitivity, trace
+from pw_pipelines import distill, quantize, sensitivity, trace
 from pw_pipelines.focus import Focus, plan_focus
 from pw_pipelines.progress import Progress
 from pw_pipelines.ranks import ALONE, Ranks
 from pw_pipelines.sharing import WIDEST
+from pw_pipelines.source import source_checkpoint
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,30 @@ def run(
             f"of {settings.max_bits} bits at most"
         )
     how: dict[str, Any] = {"overwrite": overwrite, "device": device, "ranks": ranks}
-    quantize.run(name, out, settings, progress, recipe=recipe, focus=focus, **how)
+
+    def fit(folder: Path) -> Artifact:
+        quantize.run(name, folder, settings, progress, recipe=recipe, focus=focus, **how)
+        return Artifact.open(folder)
+
+    if config.distill:
+        if ranks.size > 1:
+            raise ConfigError("distillation runs in one process", "leave --distill out")
+        checkpoint = source_checkpoint(start, name)
+        distill.run(
+            fit,
+            Path(out),
+            start,
+            replace(settings, max_bits=settings.max_bits or start.max_bits),
+            focus,
+            config,
+            checkpoint,
+            progress,
+            overwrite=overwrite,
+            device=torch.device(ranks.device(device)),
+            recipe=recipe,
+        )
+    else:
+        fit(Path(out))
     for measure in (sensitivity.run, trace.run):
         measure(out, settings.calibration, progress, model=name, **how)
     report = TuneReport(

@@ -207,6 +207,16 @@ def tune(
         float,
         typer.Option("--bits", "-b", help="The planner has the bytes of uniform widths of these."),
     ] = TuneConfig.bits,
+    distill: Annotated[
+        int,
+        typer.Option(
+            help="Then train codes and tables for so many steps; 400 are a minute of a large GPU."
+        ),
+    ] = TuneConfig.distill,
+    text: Annotated[
+        str,
+        typer.Option(help="More text to train on: .jsonl or .txt.", show_default="none"),
+    ] = TuneConfig.text,
     output: Annotated[
         Path | None,
         typer.Option("--output", "-o", help="The new folder.", show_default="<name>.tuned.pw"),
@@ -231,7 +241,7 @@ def tune(
         report = stage.run(
             path,
             out,
-            TuneConfig(bits),
+            TuneConfig(bits, distill, text),
             progress,
             model=source,
             overwrite=overwrite,

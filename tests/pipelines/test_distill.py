@@ -1,0 +1,200 @@
+"""Codes and tables trained on the divergence from the unquantized model."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pw.blocks import BlockKey
+from pw.config import QuantizeConfig, TuneConfig
+from pw.errors import ConfigError
+from pw.models.checkpoint import Checkpoint
+from pw.models.dequantized import DequantizedBlocks
+from pw.store.artifact import Artifact
+from pw.store.verify import verify
+from pw_pipelines import distill, quantize, sensitivity, tune
+from pw_pipelines.distill import Blocks, Distillation
+from pw_pipelines.focus import Focus, plan_focus
+from pw_pipelines.observation import ObservedModel
+from pw_pipelines.ranks import Ranks
+from support.offline import QUIET, calibration, random_checkpoint, tree_digests
+
+CPU = torch.device("cpu")
+STEPS = TuneConfig(2.5, distill=6)
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small random model, quantized and measured. Not to be changed."""
+    folder = tmp_path_factory.mktemp("source")
+    random_checkpoint(folder / "model", "mixtral")
+    text = calibration(folder, 40, 32)
+    out = folder / "plain.pw"
+    quantize.run(str(folder / "model"), out, QuantizeConfig(max_bits=4, calibration=text), QUIET)
+    sensitivity.run(out, text, QUIET)
+    return out
+
+
+@pytest.fixture(scope="module")
+def fitted(source: Path) -> Path:
+    tune.run(source, source.with_name("fitted.pw"), TuneConfig(2.5), QUIET)
+    return source.with_name("fitted.pw")
+
+
+@pytest.fixture(scope="module")
+def distilled(source: Path) -> Path:
+    tune.run(source, source.with_name("distilled.pw"), STEPS, QUIET)
+    return source.with_name("distilled.pw")
+
+
+@pytest.fixture(scope="module")
+def focus(source: Path) -> Focus:
+    return plan_focus(Artifact.open(source), 2.5)
+
+
+def training(source: Path, fitted: Path, focus: Focus) -> tuple[Blocks, Distillation, torch.Tensor]:
+    checkpoint = Checkpoint.open(source.with_name("model"))
+    model, artifact = ObservedModel(checkpoint, dtype=torch.float32), Artifact.open(fitted)
+    blocks = Blocks(artifact, checkpoint, focus, CPU)
+    settings = QuantizeConfig(calibration=calibration(source.parent, 40, 32)).calibration
+    windows = distill.texts(settings, "", checkpoint)[1]
+    return blocks, Distillation(model, blocks, 6), windows
+
+
+def test_training_starts_at_the_weights_of_the_artifact(
+    source: Path, fitted: Path, focus: Focus
+) -> None:
+    blocks, _, _ = training(source, fitted, focus)
+    blocks.refresh()
+    decoded = DequantizedBlocks(Artifact.open(fitted), CPU)
+    for key in blocks.keys:
+        torch.testing.assert_close(blocks.weight(key), decoded.weight(key, blocks.bits(key)))
+        assert torch.equal(blocks.codes(key), blocks.codes(key, changed=False))
+
+
+def test_gradients_are_those_of_the_divergence(source: Path, fitted: Path, focus: Focus) -> None:
+    blocks, run, windows = training(source, fitted, focus)
+    some = windows[:2]
+    seen: dict[BlockKey, torch.Tensor] = {}
+    hand_on, blocks.backward = blocks.backward, seen.update  # type: ignore[method-assign]
+    run.step(some, 0.5)
+    assert hand_on is not None
+    assert set(seen) <= set(blocks.keys)
+    held = {key: blocks.weight(key) for key in blocks.keys}
+    for key in list(seen)[::5]:
+        direction = torch.randn_like(held[key])
+        size = 1e-3 * held[key].norm() / direction.norm()
+        found = []
+        for sign in (-1, 1):
+            blocks._now = {**held, key: held[key] + sign * size * direction}
+            blocks.refresh = lambda: None  # type: ignore[method-assign]
+            found.append(run.divergence(some))
+        slope = (found[1] - found[0]) / (2 * float(size))
+        expected = float((seen[key] * direction).sum())
+        assert slope == pytest.approx(expected, rel=0.05, abs=1e-4)
+
+
+def test_gradients_reach_latents_as_they_are_and_tables_as_sums(
+    source: Path, fitted: Path, focus: Focus
+) -> None:
+    blocks, _, _ = training(source, fitted, focus)
+    blocks.refresh()
+    key = blocks.keys[3]
+    gradient = torch.randn_like(blocks.weight(key))
+    blocks.backward({key: gradient})
+    latent, table = blocks.latents[key], blocks.tables[key]
+    assert latent.grad is not None
+    assert table.grad is not None
+    torch.testing.assert_close(latent.grad, blocks._tied(gradient, table))
+    codes = blocks._tied(blocks.codes(key).long() >> (blocks.most - blocks.bits(key)), table)
+    sums = torch.zeros_like(table).scatter_add_(1, codes, latent.grad)
+    torch.testing.assert_close(table.grad, sums)
+    assert blocks.latents[blocks.keys[4]].grad is None
+
+
+def test_the_divergence_falls_on_text_that_was_not_trained_on(
+    source: Path, fitted: Path, distilled: Path, focus: Focus
+) -> None:
+    before, after = Artifact.open(fitted), Artifact.open(distilled)
+    assert verify(distilled) == []
+    record = after.manifest.stages["quantize"]
+    assert record.report["divergence"]["after"] < 0.95 * record.report["divergence"]["before"]
+    settings = dict(record.settings)
+    assert settings.pop("distillation")["steps"] == 6
+    assert settings == dict(before.manifest.stages["quantize"].settings)
+    assert set(after.manifest.stages) == {"quantize", "moments", "sensitivity", "routing"}
+    assert after.manifest.stages["moments"] == before.manifest.stages["moments"]
+    assert (distilled / "dense.safetensors").read_bytes() == (
+        fitted / "dense.safetensors"
+    ).read_bytes()
+    assert not Path(f"{distilled}.fitted").exists()
+    for key in after.geometry.keys():
+        own = focus.widths[key.layer, key.module][key.expert]
+        for bits in after.manifest.widths:
+            same = torch.equal(after.lut(key, bits), before.lut(key, bits))
+            assert same == (bits != own), (key, bits)
+
+
+def test_a_second_run_finds_its_work_done_and_a_stopped_one_ends_with_the_same_bytes(
+    source: Path, distilled: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, whole = source.with_name("stopped.pw"), tree_digests(distilled)
+    with monkeypatch.context() as patch:
+        patch.setattr(distill, "ObservedModel", None)
+        patch.setattr(quantize, "ObservedModel", None)
+        tune.run(source, distilled, STEPS, QUIET)
+    step = Distillation.step
+
+    def stop(self: Distillation, windows: torch.Tensor, done: float) -> None:
+        if done > 0.5:
+            raise KeyboardInterrupt
+        step(self, windows, done)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Distillation, "step", stop)
+        with pytest.raises(KeyboardInterrupt):
+            tune.run(source, out, STEPS, QUIET)
+    assert not out.exists()
+    with monkeypatch.context() as patch:
+        patch.setattr(quantize, "ObservedModel", None)  # the fit is there
+        tune.run(source, out, STEPS, QUIET)
+    assert tree_digests(out) == whole
+
+
+def test_without_gain_codes_and_tables_stay_as_they_were_fitted(
+    source: Path, fitted: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(distill, "RATE", 100.0)
+    out = source.with_name("worse.pw")
+    tune.run(source, out, STEPS, QUIET)
+    same = [tree_digests(folder / name) for folder in (out, fitted) for name in ("planes.zarr",)]
+    assert same[0] == same[1]
+    assert tree_digests(out / "luts.zarr") == tree_digests(fitted / "luts.zarr")
+
+
+def test_what_cannot_be_trained_is_refused(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ConfigError, match="at least 0 steps"):
+        TuneConfig(2.5, distill=-1)
+    how: dict[str, Any] = {"ranks": Ranks(0, 2)}
+    with pytest.raises(ConfigError, match="one process"):
+        tune.run(source, tmp_path / "out.pw", STEPS, QUIET, **how)
+    monkeypatch.setattr(distill, "_host_bytes", lambda: 1000)
+    with pytest.raises(ConfigError, match="at once"):
+        tune.run(source, tmp_path / "out.pw", STEPS, QUIET)
+    assert not (tmp_path / "out.pw").exists()
+
+
+def test_other_text_is_trained_on_beside_the_calibration_text(source: Path) -> None:
+    checkpoint = Checkpoint.open(source.with_name("model"))
+    text = calibration(source.parent, 40, 32)
+    more = source.with_name("more.txt")
+    more.write_text("A text of other words, again and again. " * 200, "utf-8")
+    alone, both = (distill.texts(text, name, checkpoint) for name in ("", str(more)))
+    assert len(both[1]) > len(alone[1])
+    assert torch.equal(both[1][: len(alone[1])], alone[1])
+    assert torch.equal(both[2], alone[2])
+    assert both[0] != alone[0]
+    assert not (alone[1][:, None] == alone[2]).all(2).any()  # held back is held back
