@@ -107,6 +107,9 @@ SAMPLES  ?= --nsamples 128 --seqlen 1024
 PROSE    ?= --nsamples 96 --seqlen 512
 WINDOWS  ?= 32
 OTHER_WINDOWS ?= 12
+# Of moe-small: 28 % of the unquantized bytes.
+TARGET_BITS ?= 3.588
+STEPS    ?= 300
 TEXT      = --dataset $(DATA)/calibration.jsonl $(SAMPLES) --device $(DEVICE)
 # Longest first.
 STUDIES  ?= engine-memory equal-bytes codebooks transitions ablation shift memory pages bf16-equal one-bit held-tables parts
@@ -115,7 +118,8 @@ LAB       = $(BIN)/python -m pw.evaluation.lab run --checkpoint $(MODEL) --devic
 quality: $(STAMP)  ## Tables of docs/quality.md: make quality MODEL=folder DATA=folder [DEVICE=cuda JOBS=12]
 	@test -n "$(MODEL)" -a -n "$(DATA)" || { echo "usage: make quality MODEL=... DATA=..." >&2; exit 2; }
 	mkdir -p $(Q)
-	@$(MAKE) --no-print-directory -j $(JOBS) $(Q)/results.done $(Q)/results-tuned.done
+	@$(MAKE) --no-print-directory -j $(JOBS) $(Q)/results.done $(Q)/results-tuned.done \
+		$(Q)/results-distilled.done
 
 $(Q)/prose.jsonl:
 	grep -E '"source": *"(gut|classic|novels100|speeches)"' $(DATA)/calibration.jsonl >$@
@@ -133,6 +137,9 @@ $(Q)/prose.done: $(Q)/prose.jsonl
 $(Q)/tuned.done: $(Q)/own.done
 	$(BIN)/pw tune $(Q)/own.pw -o $(Q)/tuned.pw --bits 3.6 --device $(DEVICE)
 	@touch $@
+$(Q)/distilled.done: $(Q)/own.done
+	$(BIN)/pw tune $(Q)/own.pw -o $(Q)/distilled.pw --bits $(TARGET_BITS) --distill $(STEPS) --device $(DEVICE)
+	@touch $@
 $(Q)/results.done: $(Q)/own.done $(Q)/apl.done $(Q)/prose.done
 	$(LAB) $(STUDIES) --artifact $(Q)/own.pw --apl $(Q)/apl.pw --narrow $(Q)/prose.pw \
 		--other $(DATA)/lm/wikitext2_raw_test.txt --other-windows $(OTHER_WINDOWS) \
@@ -140,6 +147,9 @@ $(Q)/results.done: $(Q)/own.done $(Q)/apl.done $(Q)/prose.done
 	@touch $@
 $(Q)/results-tuned.done: $(Q)/tuned.done
 	$(LAB) bf16-equal parts --artifact $(Q)/tuned.pw --out $(Q)/results-tuned
+	@touch $@
+$(Q)/results-distilled.done: $(Q)/distilled.done
+	$(LAB) bf16-equal parts --artifact $(Q)/distilled.pw --out $(Q)/results-distilled
 	@touch $@
 
 sizes: $(STAMP)  ## Lines per file, largest first, with the median
