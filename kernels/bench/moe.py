@@ -26,7 +26,7 @@ import triton
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from pw_kernels import cuda_dense, cuda_moe, nvrtc, reference
+from pw_kernels import cuda_dense, cuda_moe, cuda_prompts, nvrtc, reference
 from pw_kernels.bitplane import lut_bytes, padded_rows, plane_bytes
 from pw_kernels.pages import NO_PAGE, WeightPages
 
@@ -254,18 +254,21 @@ def dense_layer(layer: Layer, batch: tuple[Tensor, Tensor, Tensor]) -> Tensor:
     return cuda_dense.dense_moe(*batch, gate_up, down, activation="silu")
 
 
-def kept_apart(model: Model, tokens: int) -> cuda_moe.Plan | None:
-    """The plan that would be chosen, but no launch begins before the last has ended."""
+def kept_apart(model: Model, tokens: int, narrow: bool = True) -> cuda_moe.Plan | None:
+    """The plan that would be chosen, but no launch begins before the last has ended.
+
+    None where another form than that of decode steps is chosen. `narrow`: as for `choose_plan`.
+    """
     slots = tokens * model.top_k
+    if cuda_prompts.wins(slots, model.experts, torch.device("cuda", 0)):
+        return None  # the form for prompts: see prompts.py
     if slots >= cuda_moe.PROMPT_SLOTS * model.experts:
-        return None  # the form for prompts, where no kernel that is timed overlaps
-    plan = cuda_moe.choose_plan(slots, model.experts, nvrtc.shared_bytes(0))
+        return None
+    plan = cuda_moe.choose_plan(slots, model.experts, nvrtc.shared_bytes(0), narrow)
     return replace(plan, overlap=False)
 
 
-def module_times(
-    layer: Layer, batches: Sequence[Any], plan: cuda_moe.Plan | None
-) -> dict[str, float]:
+def module_times(layer: Layer, batches: Sequence[Any], plan: cuda_moe.Plan) -> dict[str, float]:
     """Median microseconds of route, if any, gate_up, down and combine; classes are added up."""
     rows = kernel_times([lambda b=batch: layer.run(b, plan) for batch in batches])
     median = [statistics.median(column) for column in zip(*rows, strict=True)]
@@ -341,16 +344,17 @@ def bench(options: argparse.Namespace) -> list[dict[str, Any]]:
             if not error < 1e-2:
                 print(f"WRONG: {tokens} tokens, width {width}, relative error {error:.1e}")
                 continue
-            times = module_times(layer, batches, kept_apart(model, tokens))
+            plan = kept_apart(model, tokens)
+            times = {} if plan is None else module_times(layer, batches, plan)
             times["layer"] = graph_time(layer.run, batches)
-            for module in ("route", "gate_up", "down", "combine", "layer"):
-                record = {"tokens": tokens, "width": width, "module": module, "us": times[module]}
+            for module, micros in times.items():
+                record = {"tokens": tokens, "width": width, "module": module, "us": micros}
                 if module in layer.blocks:
                     blocks = layer.blocks[module]
                     read = statistics.mean(blocks.bytes_read(bits[module], t) for t in touched)
                     record |= {"bytes": int(read), "error": error}
                 if module in dense["triton"]:
-                    record["ratio"] = dense["triton"][module] / times[module]
+                    record["ratio"] = dense["triton"][module] / micros
                 records.append(stamp | record)
         print(f"{tokens} tokens done", flush=True)
     return records

@@ -45,6 +45,7 @@ class _NoPlanes:
     experts: int
     bits: Tensor
     lut_offset: Tensor
+    possible_widths: tuple[int, int] = (0, 0)
 
 
 @cache

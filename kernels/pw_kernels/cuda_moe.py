@@ -13,7 +13,7 @@ Axes as in `reference.py`. A group is up to 8 * token_tiles slots of one expert,
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -35,9 +35,12 @@ from pw_kernels.slots import SlotResults
 
 PROMPT_SLOTS = 200  # of each expert, on average: from here blocks are expanded once for all of them
 MOST_EXPERTS = 1024  # one thread of `route` each
+LEAST_BITS = 2
+REGISTER_BITS = 4  # widest width whose tables are in registers, most of them
 _MMA_TOKENS = 8
 _LANES = 32
-_PAIRS_BYTES = {2: 14 << 10, 3: 32 << 10}  # of the tables of a block
+_TABLES = 64 << 10  # bytes of shared memory for tables of wider ones
+_SPREAD = {2: 8 << 10, 3: 0, 4: 4 << 10}  # bytes there of narrower ones; as SPREAD in moe.cu
 _ROOMY = 160 << 10  # bytes of shared memory for a block, as data centre GPUs have
 
 
@@ -49,22 +52,14 @@ class Tuning:
         split: Warps that share the columns of a row tile; a block has twice as many.
         blocks: Blocks wanted on a multiprocessor; bounds the registers of a thread.
         items: Pairs of row tiles that a block takes, where tables are in shared memory.
-        resident: Bytes of shared memory for tables, there: a block takes as many row tiles at once
-            as fit, and the rest in turn.
-        pingpong: Two turns of the loop instead of one, so that no register is copied; up to 6 bits.
         queue: As many blocks as the device holds take the items of the list in turn, so that an
             empty list costs little; otherwise an item is a block of the grid.
-        pairs: Up to this width, 3 at most, half of the rows look up two weights at once in shared
-            memory: 14 KB at 2 bits, 32 KB at 3. Not where a block takes half of the rows.
     """
 
     split: int
     blocks: int
     items: int = 1
-    resident: int = 64 << 10
-    pingpong: bool = False
     queue: bool = False
-    pairs: int = 2
 
 
 @dataclass(frozen=True)
@@ -73,18 +68,16 @@ class Plan:
 
     Attributes:
         token_tiles: Groups have 8 times as many slots.
-        low: For widths whose tables are in registers, up to `register_bits`.
+        low: For widths up to REGISTER_BITS.
         high: For wider ones, whose tables are in shared memory; None launches all widths as `low`.
-        register_bits: At most 4.
         overlap: Launches may begin while the one before ends.
         direct: A single token needs no list: each of its slots is a group. Where a module then has
-            few blocks, they take half of the rows of a pair of row tiles (up to `register_bits`).
+            few blocks, they take half of the rows of a pair of row tiles.
     """
 
     token_tiles: int
     low: Tuning
     high: Tuning | None
-    register_bits: int = 4
     overlap: bool = True
     direct: bool = False
 
@@ -92,9 +85,11 @@ class Plan:
     def classes(self) -> tuple[tuple[int, int, Tuning], ...]:
         """Least width, greatest width and tuning of each launch."""
         if self.high is None:
-            return ((2, MAX_BITS, self.low),)
-        edge = self.register_bits
-        return ((2, edge, self.low), (edge + 1, MAX_BITS, self.high))
+            return ((LEAST_BITS, MAX_BITS, self.low),)
+        return (
+            (LEAST_BITS, REGISTER_BITS, self.low),
+            (REGISTER_BITS + 1, MAX_BITS, self.high),
+        )
 
 
 def fits(
@@ -110,18 +105,27 @@ def fits(
         and gate_up.cols % 8 == 0
         and down.rows % 4 == 0
         and gate_up.experts <= MOST_EXPERTS
+        and min(gate_up.widths[0], down.widths[0]) >= LEAST_BITS
         and page >= 4096
         and page & (page - 1) == 0
         and torch.cuda.get_device_capability(x.device) >= (8, 0)
     )
 
 
-def choose_plan(slots: int, experts: int, shared_bytes: int = _ROOMY) -> Plan:
-    """The plan for S slots over E experts, on a GPU with that much shared memory for a block."""
-    if 2 * slots <= experts:  # few blocks: more warps on each, and one launch for all widths
+def choose_plan(slots: int, experts: int, shared_bytes: int = _ROOMY, narrow: bool = False) -> Plan:
+    """The plan for S slots over E experts.
+
+    Args:
+        slots: S.
+        experts: E.
+        shared_bytes: Shared memory that a block can have on this GPU.
+        narrow: Blocks can have widths up to REGISTER_BITS.
+    """
+    few = 4 * slots <= experts or (2 * slots <= experts and not narrow)
+    if few:  # blocks: more warps on each, and one launch for all widths
         return Plan(1, Tuning(4, 2), None, direct=True)
     if slots <= 6 * experts:
-        return Plan(1, Tuning(2, 5), Tuning(4, 2, items=2, pingpong=True, queue=True))
+        return Plan(1, Tuning(2, 5), Tuning(4, 2, items=2, queue=True))
     if shared_bytes < _ROOMY:
         return Plan(2, Tuning(2, 4), Tuning(2, 2, items=2, queue=True))
     if slots <= 24 * experts:
@@ -169,7 +173,8 @@ def fused_moe(
             gate_up_bias=gate_up_bias, down_bias=down_bias, statistics=statistics, live=live,
         )  # fmt: skip
     if plan is None:
-        plan = choose_plan(count, experts, nvrtc.shared_bytes(device.index or 0))
+        narrow = min(gate_up.widths[0], down.widths[0]) <= REGISTER_BITS
+        plan = choose_plan(count, experts, nvrtc.shared_bytes(device.index or 0), narrow)
     direct = plan.direct and tokens == 1
     modules = (gate_up, down)
     if direct:
@@ -180,6 +185,7 @@ def fused_moe(
             statistics, live,
         )  # fmt: skip
     x, groups = x.contiguous(), count if direct else len(routed.slots)
+    busy = count if direct else gate_up.experts * (1 - (1 - 1 / experts) ** count)
     hidden = torch.empty(count, down.cols, dtype=x.dtype, device=device)
     results = torch.empty(count, down.rows, dtype=torch.float32, device=device)
     for module, pages, source, target, bias in (
@@ -201,7 +207,7 @@ def fused_moe(
             "TOP_K": top_k, "GATED": 1 - module, "KIND": KINDS[activation],
             "BIAS": int(bias is not None), "EXPAND": 0, "DIRECT": int(direct),
         }  # fmt: skip
-        _launch_classes(plan, pages, groups, defines, (arguments, *more), device)
+        _launch_classes(plan, pages, groups, busy, defines, (arguments, *more), device)
     if not summed:
         return SlotResults(results, routed.ids, gate_up.experts, live)
     combine(results, routed, out, overlap=plan.overlap)
@@ -240,6 +246,7 @@ def _launch_classes(
     plan: Plan,
     pages: WeightPages,
     groups: int,
+    busy: float,
     defines: dict[str, int],
     arguments: tuple[Any, ...],
     device: torch.device,
@@ -248,23 +255,24 @@ def _launch_classes(
 
     Wide ones first: their blocks take longest, and narrow ones run beside the last of them. A block
     of down waits for its group of gate_up; so no block may have a width that `pages` rules out.
+    `busy` is the number of groups that there will be on average.
     """
     pairs = (-(-pages.rows // TILE_ROWS) + 1) // 2
-    planes = pages.plane_pages.shape[1]
+    least, most = pages.possible_widths
     index = device.index or 0
     first = 1
     for number, (low, high, tuning) in reversed(list(enumerate(plan.classes))):
-        high = min(high, planes)
-        if low > min(high, pages.widths[1]) or high < pages.widths[0]:
+        low, high = max(low, least), min(high, most)
+        if low > high:
             continue
-        items = tuning.items if low > plan.register_bits else 1
-        halved = defines["DIRECT"] and pairs * groups <= _places(index)
+        items = tuning.items if low > REGISTER_BITS else 1
+        whole, tuning = tuning, _split(tuning, low, pairs * busy, defines["COL_TILES"], index)
+        halved = defines["DIRECT"] and tuning == whole and pairs * groups <= _places(index)
         constants = {
             **defines, "CLASS": number, "LOW": low, "HIGH": high, "NT": plan.token_tiles,
-            "WK": tuning.split, "ITEMS": items, "BLOCKS": tuning.blocks,
-            "TABLE_BITS": plan.register_bits + 1, "FIRST": first, "RESIDENT": tuning.resident,
-            "PINGPONG": int(tuning.pingpong), "PAIR_BITS": 0 if halved else tuning.pairs,
-            "HALVED": int(halved), "QUEUED": 0, "SHARED_BASE": nvrtc.reserved_shared_bytes(index),
+            "WK": tuning.split, "ITEMS": items, "BLOCKS": tuning.blocks, "FIRST": first,
+            "HALVED": int(halved), "QUEUED": 0,
+            "SHARED_BASE": nvrtc.reserved_shared_bytes(index),
         }  # fmt: skip
         shared = max(_shared_bytes(b, plan, tuning) for b in range(low, high + 1))
         units = -(-pairs // items) << constants["HALVED"]
@@ -280,6 +288,19 @@ def _launch_classes(
         first = 0
 
 
+def _split(tuning: Tuning, low: int, blocks: float, col_tiles: int, device: int) -> Tuning:
+    """More warps for each block of the class of narrow widths, where few have many columns each."""
+    places = nvrtc.device_attribute("MULTIPROCESSOR_COUNT", device)
+    while (
+        low <= REGISTER_BITS
+        and tuning.blocks > 1
+        and 2 * blocks <= tuning.blocks * places
+        and col_tiles >= 16 * tuning.split
+    ):
+        tuning = replace(tuning, split=2 * tuning.split, blocks=tuning.blocks // 2)
+    return tuning
+
+
 def _places(device: int) -> int:
     """Blocks that a device holds at once, two on each multiprocessor."""
     return 2 * nvrtc.device_attribute("MULTIPROCESSOR_COUNT", device)
@@ -289,12 +310,11 @@ def _shared_bytes(bits: int, plan: Plan, tuning: Tuning) -> int:
     """Dynamic shared memory of a block for one width: tables, tiles in flight, parts of sums."""
     warps, tokens = 2 * tuning.split, plan.token_tiles
     parts = warps * tokens * 1024
-    if bits <= plan.register_bits:
-        spread = 4096 if bits == 4 else _PAIRS_BYTES[bits] if bits <= tuning.pairs else 0
-        return spread + warps * 2 * (bits * 512 + tokens * 2048)
+    if bits <= REGISTER_BITS:
+        return _SPREAD[bits] + warps * 2 * (bits * 512 + tokens * 2048)
     tiles = 1
     while (
-        2 * tiles * (256 << bits) <= tuning.resident
+        2 * tiles * (256 << bits) <= _TABLES
         and tiles < 2 * tuning.items
         and warps % (2 * tiles) == 0
     ):

@@ -31,7 +31,6 @@ from pw_kernels.triton_grouped import grouped_kernel
 
 SCRATCH_BYTES = 256 << 20
 GROUP_SLOTS = 128
-_REGISTER_BITS = 2  # wider tables go through shared memory
 _ROWS = 128  # of a tile of the matmul
 _SPLIT = 4
 
@@ -89,8 +88,7 @@ def _expand(
     constants = {
         **shape_constants(pages, arena.shape[1]), "FLOAT16": 0, "TOP_K": 1, "GATED": 0, "KIND": 0,
         "BIAS": 0, "CLASS": 0, "LOW": 2, "HIGH": widest, "NT": 1, "WK": _SPLIT, "ITEMS": 1,
-        "BLOCKS": 2, "STAGES": 2, "FIRST": 0, "RESIDENT": 0, "PINGPONG": 0,
-        "TABLE_BITS": _REGISTER_BITS + 1, "EXPAND": 1,
+        "BLOCKS": 2, "FIRST": 0, "EXPAND": 1,
         "SHARED_BASE": nvrtc.reserved_shared_bytes(device.index or 0),
     }  # fmt: skip
     arguments = TiledArguments(

@@ -14,6 +14,7 @@ import ctypes
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -157,8 +158,8 @@ def _launch_classes(
 ) -> None:
     """Launch the kernel of each class of widths that a block of these pages can have."""
     limit = nvrtc.shared_bytes(device.index or 0)
-    first = low = max(2, pages.widths[0])
-    widest = min(pages.widths[1], pages.plane_pages.shape[1])
+    first, widest = pages.possible_widths
+    low = first
     for number, tuning in enumerate(plan.classes):
         high = min(tuning.widest, widest)
         if low > high:
@@ -187,7 +188,8 @@ def shared_bytes(blocks: int, limit: int) -> int:
     return ((limit + _RESERVED) // blocks - _RESERVED) // 1024 * 1024
 
 
-def unit_macros(slots: int) -> dict[str, str]:
+@cache
+def unit_macros(slots: int) -> Mapping[str, str]:
     """Text of the matrix unit's instruction for so many slots: operands cannot be looped over."""
     sums = slots // 2
     inputs = ",".join(f"%{sums + i}" for i in range(4))

@@ -44,6 +44,8 @@ class _Routing(ctypes.Structure):
         ("groups", ctypes.c_int),
         ("threshold", ctypes.c_int),
         ("progress_count", ctypes.c_int),
+        ("least", ctypes.c_int * 2),
+        ("most", ctypes.c_int * 2),
     )
 
 
@@ -117,13 +119,14 @@ def route(
     gate_up, down, slots, ranks, counts, progress = torch.split(scratch, sizes)
     ids, weights = topk_ids.contiguous(), topk_weights.float().contiguous()
     threads = max(128, min(1024, _power_of_two(max(experts, count))))
-    pair = ctypes.c_void_p * 2
+    pair, two = ctypes.c_void_p * 2, ctypes.c_int * 2
+    least, most = (two(*bound) for bound in zip(*(m.possible_widths for m in modules), strict=True))
     arguments = _Routing(
         ids.data_ptr(), weights.data_ptr(), pair(*(m.bits.data_ptr() for m in modules)),
         pair(*(m.lut_offset.data_ptr() for m in modules)),
         pair(gate_up.data_ptr(), down.data_ptr()), slots.data_ptr(), ranks.data_ptr(),
         counts.data_ptr(), _address(statistics), _address(live), progress.data_ptr(), count,
-        groups, threshold, len(progress),
+        groups, threshold, len(progress), least, most,
     )  # fmt: skip
     constants = {
         "EXPERTS": experts, "TOKENS": size, "THREADS": threads, "TOP_K": topk_ids.shape[1],

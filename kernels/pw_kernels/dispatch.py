@@ -59,6 +59,7 @@ def fused_moe(
     statistics: Tensor | None = None,
     live: Tensor | None = None,
     backend: str = "auto",
+    summed: bool = True,
 ) -> Tensor:
     """Run the routed experts of one layer: [T, N]; arguments as in `reference.fused_moe`.
 
@@ -66,41 +67,11 @@ def fused_moe(
     take no observer. To `statistics`, [2, E] fp32, the router weights that each expert received
     and their squares are added: on CUDA in the pass that groups the tokens, without a wait.
     Rows of x from live[0] on ([1] int32, on the device) are padding: no expert reads them, they are
-    not counted and their result is zero.
+    not counted and their result is zero. Not `summed`: as `fused_moe_slots`.
 
     Raises:
         ValueError: The named backend cannot take these arguments, or is not installed.
     """
-    return _fused_moe(  # type: ignore[no-any-return]
-        x, topk_ids, topk_weights, arena, gate_up, down, lut_dtype=lut_dtype,
-        activation=activation, gate_up_bias=gate_up_bias, down_bias=down_bias, observer=observer,
-        statistics=statistics, live=live, backend=backend,
-    )  # fmt: skip
-
-
-def fused_moe_slots(*args: Any, **options: Any) -> Tensor | SlotResults:
-    """As `fused_moe`, where it can be without the sum over the experts of a token."""
-    return _fused_moe(*args, summed=False, **options)  # type: ignore[no-any-return]
-
-
-def _fused_moe(
-    x: Tensor,
-    topk_ids: Tensor,
-    topk_weights: Tensor,
-    arena: Tensor,
-    gate_up: WeightPages,
-    down: WeightPages,
-    *,
-    lut_dtype: torch.dtype,
-    activation: Activation,
-    gate_up_bias: Tensor | None = None,
-    down_bias: Tensor | None = None,
-    observer: Observer | None = None,
-    statistics: Tensor | None = None,
-    live: Tensor | None = None,
-    backend: str = "auto",
-    summed: bool = True,
-) -> Any:
     plain = _plain(gate_up, down, lut_dtype, activation)
     fits_triton = plain and observer is None
     name = _choose(
@@ -122,7 +93,7 @@ def _fused_moe(
         extra["statistics"] = statistics
     elif statistics is not None:
         reference.count_routing(statistics, topk_ids, topk_weights)
-    return module.fused_moe(
+    return module.fused_moe(  # type: ignore[no-any-return]
         x,
         topk_ids,
         topk_weights,
@@ -135,6 +106,11 @@ def _fused_moe(
         down_bias=down_bias,
         **extra,
     )
+
+
+def fused_moe_slots(*args: Any, **options: Any) -> Tensor | SlotResults:
+    """As `fused_moe`, where it can be without the sum over the experts of a token."""
+    return fused_moe(*args, **options, summed=False)
 
 
 def dense_moe(

@@ -8,17 +8,14 @@
 //   GATED         1: gate_up with activation KIND; 0: down with router weight
 //   TOP_K, BIAS, NT (token tiles of 8 in a group), WK (warps that split K of a row tile; a block has 2 * WK)
 //   ITEMS         pairs of row tiles that a block takes (tables in shared memory only)
-//   RESIDENT      bytes of shared memory for tables, 65536 at most: as many row tiles as fit are taken at once (the same)
-//   PINGPONG      1: two turns of the loop instead of one, so that no register is copied (the same, up to 6 bits)
 //   EXPAND        1: blocks are written out as matrices, for prompts, instead of multiplied
 //   BLOCKS        wanted on a multiprocessor
 //   DIRECT        1: one token, so that every slot is a group and no list is needed
-//   HALVED        1: a block takes half of the rows of a pair of row tiles (DIRECT, tables in registers)
+//   HALVED        1: a block takes half of the rows of a pair of row tiles (DIRECT)
 //   FIRST         1: the first launch of its module, which waits for what the launches before it wrote
 //   QUEUED        0: a block for each item of each group; else the byte of shared memory that holds a block's next item:
 //                 the grid is as large as the device, and blocks take the items of their list in turn
-//   PAIR_BITS     widths up to this one, 3 at most, look up pairs of weights in half of the rows: 14 KB at 2 bits, 32 at 3
-//   TABLE_BITS    first width whose tables lie in shared memory;  SHARED_BASE: where dynamic shared memory begins
+//   SHARED_BASE   where dynamic shared memory begins
 //
 // The matrix unit multiplies weights [16 rows x 16 k] by tokens [16 k x 8]: a lane decodes the words that it
 // loads straight into its own operand, because the plane layout is in lane order (bitplane.py).
@@ -30,19 +27,29 @@
 #ifndef QUEUED
 #define QUEUED 0
 #endif
-#ifndef PAIR_BITS
-#define PAIR_BITS 0
-#endif
 
 #include "common.cuh"
 
 // ---- arithmetic ---------------------------------------------------------------------------------------------
 
-
+// Below 5 bits the ALU binds. These two run beside it, where multiply-adds do: the upper half of a word in both halves, a sum
+// in fp16 (no half of t may have all of bits 10 to 14), and LINE times byte Q of `codes`, plus `at`.
+DI u32 upper(u32 t) {
+  u32 d;
+  asm("{.reg .b16 l,h; .reg .b32 s; mov.b32 {l,h},%1; mov.b32 s,{h,h}; add.rn.f16x2 %0,s,%2;}" : "=r"(d) : "r"(t), "r"(0x80008000u));
+  return d;
+}
+constexpr int LINE = 128;                                      // bytes: a word for each lane
+template <int Q> DI u32 line(u32 codes, u32 at) {
+  u32 d;
+  asm("dp4a.u32.u32 %0,%1,%2,%3;" : "=r"(d) : "r"(codes), "r"((u32)LINE << 8 * Q), "r"(at));
+  return d;
+}
 DI u64 mad_wide(u32 a, u32 b, u64 c) { u64 d; asm("mad.wide.u32 %0,%1,%2,%3;" : "=l"(d) : "r"(a), "r"(b), "l"(c)); return d; }
-DI uint4 load_stream(const void* p) {
-  uint4 v;
-  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3},[%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+template <class V> DI V load_stream(const void* p) {
+  V v;
+  if constexpr (sizeof(V) == 16) asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3},[%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+  else asm volatile("ld.global.nc.L1::no_allocate.v2.u32 {%0,%1},[%2];" : "=r"(v.x), "=r"(v.y) : "l"(p));
   return v;
 }
 // For what a launch that overlaps with this one wrote: not moved before the wait for it.
@@ -130,6 +137,7 @@ struct Planes {
     return mad_wide(__ldg((const u32*)mad_wide(tile >> TILE_SHIFT, 4, pages) + p * PP), tile_bytes << TILE_SHIFT, inside);
   }
 };
+constexpr int TABLE_BITS = EXPAND ? 3 : 5;                     // first width whose tables are all in shared memory
 extern __shared__ __align__(128) unsigned char dynamic[];
 
 // The slot at a place of a group, slot_count where there is none.
@@ -165,18 +173,22 @@ struct Inputs {
     }
   }
 };
-typedef float Sums[2][NT][4];                                  // rows r, r+8 | r+16, r+24 by NT * 8 tokens
-// ROW_BLOCKS of 16 rows are summed at once, sum i of a lane being that of block i % ROW_BLOCKS. The K split is added up
-// through shared memory: [2 halves][SPLIT parts], STRIDE apart, of [sums][32 lanes].
-template <int ROW_BLOCKS> DI void clear(float (*acc)[NT][4]) {
-  UNROLL for (int i = 0; i < 4 * ROW_BLOCKS * NT; i++) acc[i % ROW_BLOCKS][i / ROW_BLOCKS >> 2][i / ROW_BLOCKS & 3] = 0.0f;
+// Of a row tile a block takes ROW_BLOCKS of 16 rows: a lane has rows r, r + 8 of each in its words, and its sums by NT * 8 tokens.
+constexpr int ROW_BLOCKS = HALVED ? 1 : 2, MY_ROWS = 2 * ROW_BLOCKS, SUMS = 4 * ROW_BLOCKS * NT;
+typedef float Sums[ROW_BLOCKS][NT][4];
+template <bool> struct WordsOf { typedef uint4 Type; };        // of a plane
+template <> struct WordsOf<true> { typedef uint2 Type; };
+typedef WordsOf<HALVED>::Type Words;
+// Sum i of a lane is that of row block i % ROW_BLOCKS. The K split is added up through shared memory: [2 halves][SPLIT parts],
+// STRIDE apart, of [sums][32 lanes].
+DI void clear(Sums& acc) {
+  UNROLL for (int i = 0; i < SUMS; i++) acc[i % ROW_BLOCKS][i / ROW_BLOCKS >> 2][i / ROW_BLOCKS & 3] = 0.0f;
 }
-template <int ROW_BLOCKS> DI void put(float* parts, float (*acc)[NT][4], int lane) {
-  UNROLL for (int i = 0; i < 4 * ROW_BLOCKS * NT; i++) parts[i * 32 + lane] = acc[i % ROW_BLOCKS][i / ROW_BLOCKS >> 2][i / ROW_BLOCKS & 3];
+DI void put(float* parts, const Sums& acc, int lane) {
+  UNROLL for (int i = 0; i < SUMS; i++) parts[i * 32 + lane] = acc[i % ROW_BLOCKS][i / ROW_BLOCKS >> 2][i / ROW_BLOCKS & 3];
 }
 // Of the pair of row tiles `pair`, from row block `block` on.
-template <int SPLIT, int ROW_BLOCKS, int STRIDE> DI void finish(const Arguments& a, const float* parts, int pair, int block, int group, int expert, int lane, int warp) {
-  constexpr int SUMS = 4 * ROW_BLOCKS * NT;
+template <int SPLIT, int STRIDE> DI void finish(const Arguments& a, const float* parts, int pair, int block, int group, int expert, int lane, int warp) {
   ROLLED for (int i = warp; i < SUMS; i += WARPS) {
     int which = i / ROW_BLOCKS;
     int slot = slot_at(a, group, (which >> 2) * 8 + (lane & 3) * 2 + (which & 1));
@@ -230,57 +242,64 @@ DI void copy_async8(u32 to, u64 from) { asm volatile("cp.async.ca.shared.global 
 
 // A look-up in tables in shared memory: see below, "up to 8 bits".
 template <int OFFSET> DI u32 entry(u32 at) { u32 d; asm volatile("ld.shared.u16 %0,[%1+%2];" : "=r"(d) : "r"(at), "n"(SHARED_BASE + OFFSET)); return d; }
-template <int AT> DI void look_shared(u32 even, u32 odd, u32 lane4, u32* h) {
-  UNROLL for (int q = 0; q < 4; q++) h[q] = mad(entry<AT>(prmt(odd, lane4, 0x5504 + q * 16)), 65536u, entry<AT>(prmt(even, lane4, 0x5504 + q * 16)));
+template <int AT> DI void look_shared(u32 even, u32 odd, u32 at, u32* h) {
+#define LOOK(Q) h[Q] = mad(entry<AT>(line<Q>(odd, at)), 65536u, entry<AT>(line<Q>(even, at)));
+  LOOK(0) LOOK(1) LOOK(2) LOOK(3)
+#undef LOOK
 }
 // Two weights at once, whose codes are the nibbles of a byte.
 template <int OFFSET> DI u32 pair_entry(u32 at) { u32 d; asm volatile("ld.shared.u32 %0,[%1+%2];" : "=r"(d) : "r"(at), "n"(SHARED_BASE + OFFSET)); return d; }
-template <int AT> DI void look_pairs(u32 codes, u32 lane4, u32* h) {
-  UNROLL for (int q = 0; q < 4; q++) h[q] = pair_entry<AT>(prmt(codes, lane4, 0x5504 + q * 16));
+template <int AT> DI void look_pairs(u32 codes, u32 at, u32* h) {
+#define LOOK(Q) h[Q] = pair_entry<AT>(line<Q>(codes, at));
+  LOOK(0) LOOK(1) LOOK(2) LOOK(3)
+#undef LOOK
 }
-// Rows r + 8i. Those with odd i look up in shared memory, to relieve the ALU: single weights at 4 bits, SINGLES, two at a time
-// below, PAIRS. A table of pairs has its entry for codes c and d of row r + 8 + 16j at byte (16 * d + c + (j << B)) * 256 +
-// 128 * half + 16 * r, four times; so the tables for j = 1 lie where no code of j = 0 leads.
-template <int B> constexpr bool SINGLES = B == 4;
-template <int B> constexpr bool PAIRS = !EXPAND && B <= PAIR_BITS;
-template <int B> constexpr bool MIXED = SINGLES<B> || PAIRS<B>;
-template <int B> constexpr int SPREAD = PAIRS<B> ? (B == 2 ? 56 : 128) * 256 : SINGLES<B> ? 4096 : 0;  // bytes of such tables
-template <int B, int ROW_BLOCKS> struct Merged {                // what slots share: planes 0 and 1; planes 2 and 3, or 2 alone
-  u32 pair[2 * ROW_BLOCKS][2], more[2 * ROW_BLOCKS][2];
-  DI Merged(const u32 (*words)[2 * ROW_BLOCKS]) {
-    UNROLL for (int i = 0; i < 2 * ROW_BLOCKS; i++)
+// Rows r + 8i. At 2 and 4 bits the last half of them look up in shared memory: single weights at 4 bits, two at a time at 2. Their
+// tables are lines. Of single weights: line `code` holds entries of row r + 16 in the low halves of its words, of r + 24 in the
+// high ones; the other half of the block has the next table. Of two weights: codes c and d have line 16 * d + c of a row's table,
+// so that those of both rows and halves fit where no code of the others leads.
+template <int B> constexpr int FIRST_SHARED = EXPAND || B == 3 ? 4 : HALVED ? (B == 4 ? 1 : 2) : 2;
+template <int B> constexpr int SHARED_ROWS = FIRST_SHARED<B> < MY_ROWS ? MY_ROWS - FIRST_SHARED<B> : 0;
+template <int B> DI constexpr int table_line(int half, int k) { return (B == 4 ? half : half + 2 * k) << B; }  // its first one
+template <int B> constexpr int SPREAD = SHARED_ROWS<B> ? (B == 4 ? 32 : 64) * LINE : 0;  // bytes of all
+template <int B> struct Merged {                // what slots share: planes 0 and 1; planes 2 and 3, or 2 alone
+  u32 pair[MY_ROWS][2], more[MY_ROWS][2];
+  DI Merged(const u32 (*words)[MY_ROWS]) {
+    UNROLL for (int i = 0; i < MY_ROWS; i++)
       UNROLL for (int odd = 0; odd < 2; odd++) {
         u32 mask = odd ? ~M2 : M2;
         pair[i][odd] = choose(words[0][i], words[1][i], mask);
-        if constexpr (SINGLES<B>) more[i][odd] = i & 1 ? choose(words[2][i], words[3][i], mask) : words[2][i] & mask;
+        if constexpr (B == 4) more[i][odd] = i >= FIRST_SHARED<B> ? choose(words[2][i], words[3][i], mask) : words[2][i] & mask;
         else if constexpr (B > 2) more[i][odd] = words[2][i] & mask;
       }
   }
 };
 // Weights of slot S: a[rows r, r+8 | r+16, r+24][first, second k16][operand register].
-template <int B, int ROW_BLOCKS, int S>
-DI void decode_low(const Table<B>* table, const u32 (*words)[2 * ROW_BLOCKS], const Merged<B, ROW_BLOCKS>& merged, u32 lane4, u32 (*a)[2][4]) {
-  UNROLL for (int i = 0; i < 2 * ROW_BLOCKS; i++) {
+template <int B, int S>
+DI void decode_low(const Table<B>* table, const u32 (*words)[MY_ROWS], const Merged<B>& merged, u32 at, u32 (*a)[2][4]) {
+  UNROLL for (int i = 0; i < MY_ROWS; i++) {
     u32 t = merged.pair[i][S & 1], u = 0, h[4];
     if constexpr (B == 2) t &= rotl(M3, S);
     else t = choose(t, merged.more[i][S & 1], rotl(M3, S));
-    if (PAIRS<B> && (i & 1)) {
-      if (i & 2) look_pairs<(256 << B)>(rotr<S>(t), lane4, h); else look_pairs<0>(rotr<S>(t), lane4, h);
-    } else if (SINGLES<B> && (i & 1)) {
-      u32 even = rotr<S>(t & rotl(0x0F0F0F0Fu, S)), odd = rotr<S + 4>(t & rotl(0xF0F0F0F0u, S));
-      if (i & 2) look_shared<2>(even, odd, lane4, h); else look_shared<0>(even, odd, lane4, h);
+    if (i >= FIRST_SHARED<B>) {
+      u32 even = rotr<S>(B == 4 ? t & rotl(0x0F0F0F0Fu, S) : t), odd = rotr<S + 4>(t & rotl(0xF0F0F0F0u, S));
+      if (B == 4 && i == FIRST_SHARED<B>) look_shared<0>(even, odd, at, h);
+      else if (B == 4) look_shared<2>(even, odd, at, h);
+      else if (i == FIRST_SHARED<B>) look_pairs<0>(even, at, h);
+      else look_pairs<table_line<B>(0, 1) * LINE>(even, at, h);
     } else {
-      if constexpr (B == 4) u = and_or(words[3][i], rotl(M1, S + 3), rotl(POSITION, S + 1));
-      look<B>(table[MIXED<B> ? i >> 1 : i], S == 0 ? t : t >> S, B == 4 ? u >> (S + 1) : 0, h[0], h[1]);
-      look<B>(table[MIXED<B> ? i >> 1 : i], rotr<16 + S>(t), B == 4 ? rotr<17 + S>(u) : 0, h[2], h[3]);
+      if constexpr (B == 4) u = rotr<S + 1>(and_or(words[3][i], rotl(M1, S + 3), rotl(POSITION, S + 1)));
+      t = rotr<S>(t);
+      look<B>(table[i], t, u, h[0], h[1]);
+      look<B>(table[i], upper(t), upper(u), h[2], h[3]);
     }
     a[i >> 1][0][i & 1] = h[0]; a[i >> 1][0][2 + (i & 1)] = h[1]; a[i >> 1][1][i & 1] = h[2]; a[i >> 1][1][2 + (i & 1)] = h[3];
   }
 }
-template <int B, int ROW_BLOCKS, int S>
-DI void slot_low(const Table<B>* table, const u32 (*words)[2 * ROW_BLOCKS], const Merged<B, ROW_BLOCKS>& merged, u32 lane4, const uint4* x, float (*acc)[NT][4]) {
+template <int B, int S>
+DI void slot_low(const Table<B>* table, const u32 (*words)[MY_ROWS], const Merged<B>& merged, u32 at, const uint4* x, Sums& acc) {
   u32 a[ROW_BLOCKS][2][4];
-  decode_low<B, ROW_BLOCKS, S>(table, words, merged, lane4, a);
+  decode_low<B, S>(table, words, merged, at, a);
   UNROLL for (int n = 0; n < NT; n++) {
     uint4 v = x[(S * NT + n) * 32];
     UNROLL for (int m = 0; m < ROW_BLOCKS; m++) { multiply(acc[m][n], a[m][0], v.x, v.y); multiply(acc[m][n], a[m][1], v.z, v.w); }
@@ -288,14 +307,14 @@ DI void slot_low(const Table<B>* table, const u32 (*words)[2 * ROW_BLOCKS], cons
 }
 // A lane copies just what it reads itself, so a warp's two stages need no barrier: [2][B planes, 4 * NT inputs][32 lanes].
 template <int B> DI int run_low(const Arguments& a, int4 work, int item, unsigned char* shared) {
-  constexpr int ROW_BLOCKS = HALVED ? 1 : 2, TABLE = (32 << B) * ROW_BLOCKS, PLANE = 256 * ROW_BLOCKS, STAGE = B * PLANE + NT * 2048;
+  constexpr int TABLE = (32 << B) * ROW_BLOCKS, PLANE = 32 * sizeof(Words), STAGE = B * PLANE + NT * 2048;
   int thread = this_thread(), lane = thread & 31, warp = thread >> 5, wk = warp % WK, half = warp / WK, group = work.x, expert = work.y;
   int pair = HALVED ? item >> 1 : item, block = HALVED ? item & 1 : 0, tile = row_tile(pair, half) * COL_TILES;
   unsigned char* stages = shared + SPREAD<B>;
   unsigned char* tables = stages + STAGE;                      // raw entries [2 halves], in a stage that is used later
   float* parts = reinterpret_cast<float*>(stages);             // sums, in stages that are used no more
   stages += warp * 2 * STAGE;
-  u32 to = (u32)__cvta_generic_to_shared(stages), to_planes = to + lane * (PLANE / 32), to_inputs = to + B * PLANE + lane * 16, lane4 = lane * 4 + half * 128;
+  u32 to = (u32)__cvta_generic_to_shared(stages), to_planes = to + lane * (PLANE / 32), to_inputs = to + B * PLANE + lane * 16, at = lane * 4 + half * table_line<B>(1, 0) * LINE;
   Planes planes(a, expert, lane);
   Inputs inputs(a, group, lane);
   auto fetch_planes = [&](int kt, u32 stage) {
@@ -320,34 +339,32 @@ template <int B> DI int run_low(const Arguments& a, int4 work, int item, unsigne
   commit();
   wait<0>();
   __syncthreads();
-  Table<B> table[MIXED<B> ? ROW_BLOCKS : 2 * ROW_BLOCKS];
-  UNROLL for (int i = 0; i < 2 * ROW_BLOCKS; i++)
-    if (!MIXED<B> || i % 2 == 0)
-      table[MIXED<B> ? i / 2 : i].read(reinterpret_cast<const u32*>(tables + half * TABLE + ((lane >> 2) + i * 8) * (2 << B)));
-  if constexpr (SINGLES<B>)                                    // rows r + 8 (low half) and r + 24: two entries of a row, four copies
-    for (int i = thread; i < 128; i += 32 * WARPS) {
-      int r = i & 7, two = i >> 3 & 7, h = i >> 6;
-      const u32* from = reinterpret_cast<const u32*>(tables + h * TABLE) + (r + 8) * 8 + two;
-      u32 upper = from[0], lower = ROW_BLOCKS == 2 ? from[16 * 8] : 0;
-      unsigned char* at = shared + two * 512 + h * 128 + r * 16;
-      u32 v = prmt(upper, lower, 0x5410), w = prmt(upper, lower, 0x7632);
-      *reinterpret_cast<uint4*>(at) = make_uint4(v, v, v, v);
-      *reinterpret_cast<uint4*>(at + 256) = make_uint4(w, w, w, w);
-    }
-  if constexpr (PAIRS<B>)                                      // a second code d with all first codes c
-    for (int i = thread; i < 16 * ROW_BLOCKS << B; i += 32 * WARPS) {
-      int r = i & 7, d = i >> 3 & (1 << B) - 1, h = i >> (3 + B) & 1, j = i >> (4 + B);
-      const unsigned char* from = tables + h * TABLE + (r + 8 + 16 * j) * (2 << B);
-      u32 second = reinterpret_cast<const u16*>(from)[d];
-      unsigned char* at = shared + (16 * d + (j << B)) * 256 + h * 128 + r * 16;
-      UNROLL for (int c = 0; c < 1 << B; c++) {
-        u32 v = prmt(reinterpret_cast<const u32*>(from)[c / 2], second, c & 1 ? 0x5432 : 0x5410);
-        *reinterpret_cast<uint4*>(at + c * 256) = make_uint4(v, v, v, v);
+  Table<B> table[MY_ROWS - SHARED_ROWS<B>];
+  UNROLL for (int i = 0; i < MY_ROWS - SHARED_ROWS<B>; i++)
+    table[i].read(reinterpret_cast<const u32*>(tables + half * TABLE + ((lane >> 2) + i * 8) * (2 << B)));
+  UNROLL for (int k = 0; k < SHARED_ROWS<B>; k += B == 4 ? 2 : 1) {
+    constexpr int EACH = B == 4 ? 8 : 1 << B;                  // jobs of a row: two entries; a second code with all first ones
+    for (int job = thread; job < 16 * EACH; job += 32 * WARPS) {
+      int r = job & 7, d = job >> 3 & EACH - 1, h = job >> 3 >= EACH;
+      const u32* from = reinterpret_cast<const u32*>(tables + h * TABLE + (r + 8 * (FIRST_SHARED<B> + k)) * (2 << B));
+      unsigned char* to = shared + (table_line<B>(0, k) + h * table_line<B>(1, 0)) * LINE + r * 16;
+      if constexpr (B == 4) {
+        u32 low = from[d], high = k + 1 < SHARED_ROWS<B> ? from[8 * 8 + d] : 0;
+        u32 v = prmt(low, high, 0x5410), w = prmt(low, high, 0x7632);
+        *reinterpret_cast<uint4*>(to + 2 * d * LINE) = make_uint4(v, v, v, v);
+        *reinterpret_cast<uint4*>(to + 2 * d * LINE + LINE) = make_uint4(w, w, w, w);
+      } else {
+        u32 second = reinterpret_cast<const u16*>(from)[d];
+        UNROLL for (int c = 0; c < 1 << B; c++) {
+          u32 v = prmt(from[c / 2], second, c & 1 ? 0x5432 : 0x5410);
+          *reinterpret_cast<uint4*>(to + (16 * d + c) * LINE) = make_uint4(v, v, v, v);
+        }
       }
     }
+  }
   __syncthreads();
-  float acc[ROW_BLOCKS][NT][4];
-  clear<ROW_BLOCKS>(acc);
+  Sums acc;
+  clear(acc);
   u32 stage = 0;
   ROLLED for (int kt = wk; kt < COL_TILES; kt += WK) {
     if (kt + WK < COL_TILES) {
@@ -356,70 +373,71 @@ template <int B> DI int run_low(const Arguments& a, int4 work, int item, unsigne
     }
     commit();
     wait<1>();
-    const unsigned char* loaded = stages + stage + lane * (PLANE / 32);
+    const Words* loaded = reinterpret_cast<const Words*>(stages + stage) + lane;
     const uint4* x = reinterpret_cast<const uint4*>(stages + stage + B * PLANE + lane * 16);
-    u32 words[B][2 * ROW_BLOCKS];
+    u32 words[B][MY_ROWS];
     UNROLL for (int p = 0; p < B; p++) {
-      if constexpr (HALVED) {
-        uint2 v = *reinterpret_cast<const uint2*>(loaded + p * PLANE);
-        words[p][0] = v.x; words[p][1] = v.y;
-      } else {
-        uint4 v = *reinterpret_cast<const uint4*>(loaded + p * PLANE);
-        words[p][0] = v.x; words[p][1] = v.y; words[p][2] = v.z; words[p][3] = v.w;
-      }
+      Words v = loaded[32 * p];
+      UNROLL for (int i = 0; i < MY_ROWS; i++) words[p][i] = reinterpret_cast<const u32*>(&v)[i];
     }
-    Merged<B, ROW_BLOCKS> merged(words);
-    slot_low<B, ROW_BLOCKS, 0>(table, words, merged, lane4, x, acc);
-    slot_low<B, ROW_BLOCKS, 1>(table, words, merged, lane4, x, acc);
-    slot_low<B, ROW_BLOCKS, 2>(table, words, merged, lane4, x, acc);
-    slot_low<B, ROW_BLOCKS, 3>(table, words, merged, lane4, x, acc);
+    Merged<B> merged(words);
+    slot_low<B, 0>(table, words, merged, at, x, acc);
+    slot_low<B, 1>(table, words, merged, at, x, acc);
+    slot_low<B, 2>(table, words, merged, at, x, acc);
+    slot_low<B, 3>(table, words, merged, at, x, acc);
     stage = STAGE - stage;
   }
   int following = take_next(a);
-  put<ROW_BLOCKS>(parts + warp * (STAGE / 2), acc, lane);
+  put(parts + warp * (STAGE / 2), acc, lane);
   __syncthreads();
-  finish<WK, ROW_BLOCKS, STAGE / 2>(a, parts, pair, block, group, expert, lane, warp);
+  finish<WK, STAGE / 2>(a, parts, pair, block, group, expert, lane, warp);
   written(a, group, 1);
   return following;
 }
 
 // ---- up to 8 bits: tables in shared memory, every lane owning a bank ------------------------------------------
-// Word `lane` of line (entry v, pair of row blocks j) holds entry v of rows r + 16j (low half) and r + 16j + 8 (high half),
-// r = lane / 4, at byte v * 256 + j * 128 + lane * 4. A lane reads its own bank alone: random lookups never conflict. The
-// address of a lookup is one byte permute: byte 0 is 4 * lane, byte 1 the code.
+// Word `lane` of line v of a row tile's table holds entry v of rows r (low half) and r + 8 (high half), r = lane / 4; lines for
+// rows r + 16 and r + 24 come after those of all row tiles. A lane reads its own bank alone: random lookups never conflict.
 
-// `which` is the number of the table of a warp's row tile, in the bits of a byte above the code, already rotated by S.
-template <int B, int S> DI void bytes_of(const u32* words, const u32* pair, const u32* pair2, const u32* high, const u32* high2, u32 which, u32& even, u32& odd) {
-  u32 low, top;                                                 // planes 0-3 of eight weights as nibbles, rotated by S
+constexpr int MOST_TABLES = EXPAND ? 0 : 65536;                // bytes
+// Row tiles whose tables are in shared memory at once; the block's warps share them out, and the columns of each.
+template <int B> DI constexpr int tiles_at_once() {
+  int tiles = 1;
+  while (2 * tiles * (ROW_BLOCKS * LINE << B) <= MOST_TABLES && tiles < 2 * ITEMS && WARPS % (2 * tiles) == 0) tiles *= 2;
+  return tiles;
+}
+// Codes of eight weights as bytes.
+template <int B, int S> DI void bytes_of(const u32* words, const u32* pair, const u32* pair2, const u32* high, const u32* high2, u32& even, u32& odd) {
+  u32 low, top;                                                 // planes 0-3 of eight weights as nibbles, rotated by S; the others
   if constexpr (B == 3) low = and_or(pair[S & 1], rotl(M3, S), words[2] & rotl(M1, S + 2));
   else low = choose(pair[S & 1], pair2[S & 1], rotl(M3, S));
-  if constexpr (B <= 4) top = which;
-  else if constexpr (B == 5) top = and_or(words[4], rotl(M1, S + 4), which);
-  else if constexpr (B == 6) top = and_or(high[S & 1], rotl(M3, S + 4), which);
-  else if constexpr (B == 7) top = and_or(high[S & 1], rotl(M3, S + 4), and_or(words[6], rotl(M1, S + 6), which));
+  if constexpr (B <= 4) top = 0;
+  else if constexpr (B == 5) top = words[4] & rotl(M1, S + 4);
+  else if constexpr (B == 6) top = high[S & 1] & rotl(M3, S + 4);
+  else if constexpr (B == 7) top = and_or(high[S & 1], rotl(M3, S + 4), words[6] & rotl(M1, S + 6));
   else top = choose(high[S & 1], high2[S & 1], rotl(M3, S + 4));
   even = rotr<S>(choose(low, top, rotl(0x0F0F0F0Fu, S))); odd = rotr<S + 4>(choose(low, top, rotl(0xF0F0F0F0u, S)));
 }
-template <int I> DI void row_high(u32 even, u32 odd, u32 lane4, u32 (*a)[2][4]) {
+template <int I, int BELOW> DI void row_high(u32 even, u32 odd, u32 at, u32 (*a)[2][4]) {
   u32 h[4];
-  look_shared<(I >> 1) * 128 + (I & 1) * 2>(even, odd, lane4, h);
+  look_shared<(I >> 1) * BELOW + (I & 1) * 2>(even, odd, at, h);
   a[I >> 1][0][I & 1] = h[0]; a[I >> 1][0][2 + (I & 1)] = h[1]; a[I >> 1][1][I & 1] = h[2]; a[I >> 1][1][2 + (I & 1)] = h[3];
 }
-template <int B, int S> DI void decode_high(const u32 (*words)[B], const u32 (*pairs)[4][2], u32 lane4, u32 which, u32 (*a)[2][4]) {
-  which = rotl_by<S>(which);
-  u32 even[4], odd[4];
-  UNROLL for (int i = 0; i < 4; i++) bytes_of<B, S>(words[i], pairs[0][i], pairs[1][i], pairs[2][i], pairs[3][i], which, even[i], odd[i]);
-  row_high<0>(even[0], odd[0], lane4, a); row_high<1>(even[1], odd[1], lane4, a);
-  row_high<2>(even[2], odd[2], lane4, a); row_high<3>(even[3], odd[3], lane4, a);
+template <int B, int S> DI void decode_high(const u32 (*words)[B], const u32 (*pairs)[MY_ROWS][2], u32 at, u32 (*a)[2][4]) {
+  u32 even[MY_ROWS], odd[MY_ROWS];
+  UNROLL for (int i = 0; i < MY_ROWS; i++) bytes_of<B, S>(words[i], pairs[0][i], pairs[1][i], pairs[2][i], pairs[3][i], even[i], odd[i]);
+  constexpr int BELOW = (tiles_at_once<B>() << B) * LINE;
+  row_high<0, BELOW>(even[0], odd[0], at, a); row_high<1, BELOW>(even[1], odd[1], at, a);
+  if constexpr (!HALVED) { row_high<2, BELOW>(even[2], odd[2], at, a); row_high<3, BELOW>(even[3], odd[3], at, a); }
 }
-template <int B, int S> DI void slot_high(const u32 (*words)[B], const u32 (*pairs)[4][2], u32 lane4, u32 which, const uint4* x, Sums acc) {
-  u32 a[2][2][4];
-  decode_high<B, S>(words, pairs, lane4, which, a);
+template <int B, int S> DI void slot_high(const u32 (*words)[B], const u32 (*pairs)[MY_ROWS][2], u32 at, const uint4* x, Sums& acc) {
+  u32 a[ROW_BLOCKS][2][4];
+  decode_high<B, S>(words, pairs, at, a);
   UNROLL for (int n = 0; n < NT; n++)
-    UNROLL for (int m = 0; m < 2; m++) { multiply(acc[m][n], a[m][0], x[n].x, x[n].y); multiply(acc[m][n], a[m][1], x[n].z, x[n].w); }
+    UNROLL for (int m = 0; m < ROW_BLOCKS; m++) { multiply(acc[m][n], a[m][0], x[n].x, x[n].y); multiply(acc[m][n], a[m][1], x[n].z, x[n].w); }
 }
-template <int B> DI void pair_up(const uint4* loaded, u32 (*words)[B], u32 (*pairs)[4][2]) {
-  UNROLL for (int i = 0; i < 4; i++) {
+template <int B> DI void pair_up(const Words* loaded, u32 (*words)[B], u32 (*pairs)[MY_ROWS][2]) {
+  UNROLL for (int i = 0; i < MY_ROWS; i++) {
     UNROLL for (int p = 0; p < B; p++) words[i][p] = reinterpret_cast<const u32*>(loaded + p)[i];
     UNROLL for (int odd = 0; odd < 2; odd++) {
       u32 mask = odd ? ~M2 : M2;
@@ -427,31 +445,28 @@ template <int B> DI void pair_up(const uint4* loaded, u32 (*words)[B], u32 (*pai
     }
   }
 }
-template <int B> DI void tile_high(const uint4* loaded, const Inputs& inputs, int kt, int lane, u32 which, Sums acc) {
-  u32 words[4][B], pairs[4][4][2];
+// What is used is replaced at once: words by those of the next tile, `fetch`, and the inputs of a slot by those of the slot
+// that comes DEPTH later, in tile `next` beyond the last.
+constexpr int DEPTH = NT == 1 ? 4 : 2;
+template <int B, typename Fetch> DI void tile_high(const Words* loaded, Fetch fetch, const Inputs& inputs, uint4 (*x)[NT], int kt, int next, int lane, u32 at, Sums& acc) {
+  u32 words[MY_ROWS][B], pairs[4][MY_ROWS][2];
   pair_up<B>(loaded, words, pairs);
-  constexpr int AHEAD = NT <= 2 ? 4 : 1;                       // slots of activations in flight
-  uint4 x[AHEAD][NT];
-  UNROLL for (int s = 0; s < AHEAD; s++) inputs.load(kt, s, lane, x[s]);
-  slot_high<B, 0>(words, pairs, lane * 4, which, x[0], acc);
-  if (AHEAD == 1) inputs.load(kt, 1, lane, x[0]);
-  slot_high<B, 1>(words, pairs, lane * 4, which, x[1 % AHEAD], acc);
-  if (AHEAD == 1) inputs.load(kt, 2, lane, x[0]);
-  slot_high<B, 2>(words, pairs, lane * 4, which, x[2 % AHEAD], acc);
-  if (AHEAD == 1) inputs.load(kt, 3, lane, x[0]);
-  slot_high<B, 3>(words, pairs, lane * 4, which, x[3 % AHEAD], acc);
+  fetch();
+#define SLOT(S) slot_high<B, S>(words, pairs, at, x[S % DEPTH], acc); inputs.load(S + DEPTH < 4 ? kt : next, (S + DEPTH) % 4, lane, x[S % DEPTH]);
+  SLOT(0) SLOT(1) SLOT(2) SLOT(3)
+#undef SLOT
 }
 // The tables of some row tiles: copied as they are in the arena to a strip of shared memory while lookups in the tables before
 // them go on, then spread out. Rows of the strip are 16 bytes apart beyond their size, so that reading 8 rows at once never
 // conflicts. Eight threads spread 8 entries of 8 rows and of the 8 rows below.
 template <int B, int TILES> struct Fill {
-  static constexpr int PIECES = (1 << B) / 8, ROW = (2 << B) + 16, COPIES = TILES * 32 * PIECES, EACH = 2 * PIECES, JOBS = TILES * EACH;
-  static constexpr int BYTES = TILES * 32 * ROW;
-  template <typename TileOf> DI static void load(const Arguments& a, int4 work, unsigned char* strip, int thread, TileOf tile_of) {
+  static constexpr int PIECES = (1 << B) / 8, ROW = (2 << B) + 16, ROWS_OF = 16 * ROW_BLOCKS, COPIES = TILES * ROWS_OF * PIECES, EACH = ROW_BLOCKS * PIECES, JOBS = TILES * EACH;
+  static constexpr int BYTES = TILES * ROWS_OF * ROW;
+  template <typename TileOf> DI static void load(const Arguments& a, int4 work, unsigned char* strip, int thread, int block, TileOf tile_of) {
     UNROLL for (int i = 0; i < (COPIES + 32 * WARPS - 1) / (32 * WARPS); i++) {
       int job = i * 32 * WARPS + thread, row = job / PIECES, byte = job % PIECES * 16;
       if (COPIES % (32 * WARPS) && job >= COPIES) break;
-      const uint4* from = table_at(a, work, (tile_of(row / 32) * 32 + row % 32) * (2 << B) + byte);
+      const uint4* from = table_at(a, work, (tile_of(row / ROWS_OF) * 32 + block * 16 + row % ROWS_OF) * (2 << B) + byte);
       copy_async((u32)__cvta_generic_to_shared(strip + row * ROW + byte), (u64)from);
     }
     commit();
@@ -460,47 +475,44 @@ template <int B, int TILES> struct Fill {
     UNROLL for (int i = 0; i < (JOBS + 4 * WARPS - 1) / (4 * WARPS); i++) {
       int job = i * 4 * WARPS + (thread >> 3), part = job % EACH, piece = part % PIECES, pair = part / PIECES;
       if (JOBS % (4 * WARPS) && job >= JOBS) break;
-      const unsigned char* from = strip + (job / EACH * 32 + pair * 16 + (thread & 7)) * ROW + piece * 16;
+      const unsigned char* from = strip + (job / EACH * ROWS_OF + pair * 16 + (thread & 7)) * ROW + piece * 16;
       uint4 upper = *reinterpret_cast<const uint4*>(from), lower = *reinterpret_cast<const uint4*>(from + 8 * ROW);
-      unsigned char* to = tables + job / EACH * (256 << B) + piece * 8 * 256 + pair * 128 + (thread & 7) * 16;
+      unsigned char* to = tables + ((pair * TILES + job / EACH << B) + piece * 8) * LINE + (thread & 7) * 16;
       UNROLL for (int k = 0; k < 8; k++) {
         u32 v = prmt(reinterpret_cast<const u32*>(&upper)[k / 2], reinterpret_cast<const u32*>(&lower)[k / 2], k & 1 ? 0x7632 : 0x5410);
-        *reinterpret_cast<uint4*>(to + k * 256) = make_uint4(v, v, v, v);
+        *reinterpret_cast<uint4*>(to + k * LINE) = make_uint4(v, v, v, v);
       }
     }
   }
 };
-// Row tiles whose tables are in shared memory at once; the block's warps share them out, and the columns of each.
-template <int B> DI constexpr int tiles_at_once() {
-  int tiles = 1;
-  while (2 * tiles * (256 << B) <= RESIDENT && tiles < 2 * ITEMS && WARPS % (2 * tiles) == 0) tiles *= 2;
-  return tiles;
-}
 template <int B> DI int run_high(const Arguments& a, int4 work, int item, unsigned char* shared) {
-  constexpr int TILES = tiles_at_once<B>(), SPLIT = WARPS / TILES, PART = 8 * NT * 32;
+  constexpr int TILES = tiles_at_once<B>(), SPLIT = WARPS / TILES, PART = SUMS * 32;
   int thread = this_thread(), lane = thread & 31, warp = thread >> 5, group = work.x, expert = work.y, mine = warp / SPLIT, wk = warp % SPLIT;
-  int first = 2 * item, last = min(first + 2 * ITEMS, (ROW_TILES + 1) / 2 * 2);
-  unsigned char* strip = shared + TILES * (256 << B);
-  float* parts = reinterpret_cast<float*>(strip + Fill<B, TILES>::BYTES);  // [WARPS, or 2 * WARPS if TILES is 1][8 * NT][32]
-  u32 which = B < 8 ? (u32)mine * (0x11111111u << (B & 3)) : 0;
+  int block = HALVED ? item & 1 : 0, first = HALVED ? item & ~1 : 2 * item, last = min(first + 2 * ITEMS, (ROW_TILES + 1) / 2 * 2);
+  unsigned char* strip = shared + TILES * (ROW_BLOCKS * LINE << B);
+  float* parts = reinterpret_cast<float*>(strip + Fill<B, TILES>::BYTES);  // [WARPS, or 2 * WARPS if TILES is 1][SUMS][32]
+  u32 at = lane * 4 + mine * (LINE << B);
   Planes planes(a, expert, lane);
-  uint4 current[B], next[B];
+  Words loaded[B];
   auto tile_of = [&](int step) { step = min(step, last - 1); return row_tile(step >> 1, step & 1); };
-  auto fetch = [&](int tile, uint4* words) {
-    UNROLL for (int p = 0; p < B; p++) words[p] = load_stream((const void*)planes.at(p, tile));
+  auto fetch = [&](int tile) {
+    UNROLL for (int p = 0; p < B; p++) loaded[p] = load_stream<Words>((const void*)(planes.at(p, tile) + block * 8));
   };
   auto finish_items = [&](int step) {                           // of the phase that began with `step`
     if constexpr (TILES == 1) {
-      if (step & 1) finish<SPLIT, 2, PART>(a, parts, step >> 1, 0, group, expert, lane, warp);
+      if (step & 1) finish<SPLIT, PART>(a, parts, step >> 1, block, group, expert, lane, warp);
     } else {
       ROLLED for (int i = 0; i < TILES / 2; i++)
-        if (step + 2 * i < last) finish<SPLIT, 2, PART>(a, parts + 2 * i * SPLIT * PART, (step >> 1) + i, 0, group, expert, lane, warp);
+        if (step + 2 * i < last) finish<SPLIT, PART>(a, parts + 2 * i * SPLIT * PART, (step >> 1) + i, block, group, expert, lane, warp);
     }
   };
-  Fill<B, TILES>::load(a, work, strip, thread, [&](int q) { return tile_of(first + q); });
-  if (wk < COL_TILES) fetch(tile_of(first + mine) * COL_TILES + wk, current);
+  Fill<B, TILES>::load(a, work, strip, thread, block, [&](int q) { return tile_of(first + q); });
+  if (wk < COL_TILES) fetch(tile_of(first + mine) * COL_TILES + wk);
   Inputs inputs(a, group, lane);
   inputs_ready(a, group);
+  uint4 x[DEPTH][NT];
+  if (wk < COL_TILES)
+    UNROLL for (int s = 0; s < DEPTH; s++) inputs.load(wk, s, lane, x[s]);
   ROLLED for (int step = first; step < last; step += TILES) {
     wait<0>();
     __syncthreads();                                            // the last tiles' lookups are over, their parts stored
@@ -509,31 +521,15 @@ template <int B> DI int run_high(const Arguments& a, int4 work, int item, unsign
     __syncthreads();
     int tile = tile_of(step + mine) * COL_TILES;
     int after = step + TILES < last ? tile_of(step + TILES + mine) * COL_TILES + wk : -1;
-    if (step + TILES < last) Fill<B, TILES>::load(a, work, strip, thread, [&](int q) { return tile_of(step + TILES + q); });
+    if (step + TILES < last) Fill<B, TILES>::load(a, work, strip, thread, block, [&](int q) { return tile_of(step + TILES + q); });
     Sums acc;
-    clear<2>(acc);
-    auto turn = [&](int kt, const uint4* loaded, uint4* ahead) {
-      int following = kt + SPLIT < COL_TILES ? tile + kt + SPLIT : after;
-      if (following >= 0) fetch(following, ahead);
-      tile_high<B>(loaded, inputs, kt, lane, which, acc);
-    };
-    if constexpr (PINGPONG && B < 7) {                                // two turns, so that no register is copied
-      constexpr bool ODD = COL_TILES % (2 * SPLIT) != 0;        // for some warps
-      ROLLED for (int kt = wk; kt < COL_TILES; kt += 2 * SPLIT) {
-        turn(kt, current, next);
-        if (ODD && kt + SPLIT >= COL_TILES) {
-          UNROLL for (int p = 0; p < B; p++) current[p] = next[p];
-          break;
-        }
-        turn(kt + SPLIT, next, current);
-      }
-    } else {
-      ROLLED for (int kt = wk; kt < COL_TILES; kt += SPLIT) {
-        turn(kt, current, next);
-        UNROLL for (int p = 0; p < B; p++) current[p] = next[p];
-      }
+    clear(acc);
+    ROLLED for (int kt = wk; kt < COL_TILES; kt += SPLIT) {
+      int next = kt + SPLIT < COL_TILES ? kt + SPLIT : wk, following = kt + SPLIT < COL_TILES ? tile + next : after;
+      auto fetch_following = [&] { if (following >= 0) fetch(following); };
+      tile_high<B>(loaded, fetch_following, inputs, x, kt, next, lane, at, acc);
     }
-    put<2>(parts + (TILES == 1 ? (step & 1) * WARPS + warp : warp) * PART, acc, lane);
+    put(parts + (TILES == 1 ? (step & 1) * WARPS + warp : warp) * PART, acc, lane);
   }
   int following = take_next(a);
   __syncthreads();
@@ -555,33 +551,33 @@ template <int S> DI void write_slot(u16* out, int tile, int kt, int lane, const 
 template <int B> DI void expand_block(const Arguments& a, int4 work, u16* out, unsigned char* shared) {
   int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, tile = blockIdx.x;
   Planes planes(a, work.y, lane);
-  uint4 loaded[B];
+  Words loaded[B];
   Table<B < TABLE_BITS ? B : 2> table[4];
   if constexpr (B < TABLE_BITS) {
     UNROLL for (int i = 0; i < 4; i++)
       table[i].read(reinterpret_cast<const u32*>(table_at(a, work, (tile * 32 + (lane >> 2) + 8 * i) * (2 << B))));
   } else {
     unsigned char* strip = shared + (256 << B);
-    Fill<B, 1>::load(a, work, strip, threadIdx.x, [&](int) { return tile; });
+    Fill<B, 1>::load(a, work, strip, threadIdx.x, 0, [&](int) { return tile; });
     wait<0>();
     __syncthreads();
     Fill<B, 1>::spread(strip, shared, threadIdx.x);
     __syncthreads();
   }
   ROLLED for (int kt = warp; kt < COL_TILES; kt += WARPS) {
-    UNROLL for (int p = 0; p < B; p++) loaded[p] = load_stream((const void*)planes.at(p, tile * COL_TILES + kt));
+    UNROLL for (int p = 0; p < B; p++) loaded[p] = load_stream<Words>((const void*)planes.at(p, tile * COL_TILES + kt));
     u32 weights[2][2][4];
     if constexpr (B < TABLE_BITS) {
       u32 words[B][4];
       UNROLL for (int p = 0; p < B; p++) { words[p][0] = loaded[p].x; words[p][1] = loaded[p].y; words[p][2] = loaded[p].z; words[p][3] = loaded[p].w; }
-      Merged<B, 2> merged(words);
-#define SLOT(S) decode_low<B, 2, S>(table, words, merged, 0, weights); write_slot<S>(out, tile, kt, lane, weights);
+      Merged<B> merged(words);
+#define SLOT(S) decode_low<B, S>(table, words, merged, 0, weights); write_slot<S>(out, tile, kt, lane, weights);
       SLOT(0) SLOT(1) SLOT(2) SLOT(3)
 #undef SLOT
     } else {
-      u32 words[4][B], pairs[4][4][2];
+      u32 words[MY_ROWS][B], pairs[4][MY_ROWS][2];
       pair_up<B>(loaded, words, pairs);
-#define SLOT(S) decode_high<B, S>(words, pairs, lane * 4, 0, weights); write_slot<S>(out, tile, kt, lane, weights);
+#define SLOT(S) decode_high<B, S>(words, pairs, lane * 4, weights); write_slot<S>(out, tile, kt, lane, weights);
       SLOT(0) SLOT(1) SLOT(2) SLOT(3)
 #undef SLOT
     }
@@ -616,6 +612,7 @@ DI void run(const Arguments& a, int4 work, int item) {
       return;                          \
     }
   EACH_WIDTH
+  __trap();                                                     // a width that WeightPages rules out: down would wait for ever
 }
 #if DIRECT
 struct Direct {
@@ -647,8 +644,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) experts(Argumen
   long long expert = d.ids[slot];
   bool none = expert < 0 || expert >= d.experts || (d.live && d.live[0] < 1);
   int4 work = none ? make_int4(0, -1, 0, 0) : make_int4(slot, (int)expert, d.bits[expert], d.offsets[expert]);
-  int each = HALVED && work.z >= TABLE_BITS ? 2 : 1, item = blockIdx.x / each;
-  if (work.y >= 0 && item * each == (int)blockIdx.x) run(a, work, item);
+  if (work.y >= 0) run(a, work, blockIdx.x);
   if (FIRST && GATED && d.statistics && blockIdx.x == 0 && threadIdx.x == 0 && !none) count(a, d, slot);
   at_the_end();
 }
@@ -678,6 +674,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) experts(Argumen
       work = item < UNITS * a.groups ? listed(item / UNITS) : make_int4(0, -1, 0, 0);        \
     }
   ALL(8) ALL(7) ALL(6) ALL(5) ALL(4) ALL(3) ALL(2)
+  if (work.y >= 0) __trap();
 #else
   int4 work = listed(blockIdx.y);
   if (work.y >= 0) run(a, work, blockIdx.x * ITEMS);

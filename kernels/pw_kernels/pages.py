@@ -62,6 +62,11 @@ class WeightPages:
         """Experts that slots are spread over: a call has S * E / spread slots here on average."""
         return self.experts if self.routed is None else self.routed
 
+    @property
+    def possible_widths(self) -> tuple[int, int]:
+        """Least and greatest width that a block can ever have, as far as there are planes."""
+        return self.widths[0], min(self.widths[1], self.plane_pages.shape[1])
+
     @cached_property
     def arrays(self) -> tuple[NDArray[np.int32], ...]:
         """NumPy views (bits, plane_pages, lut_pages, lut_offset) of CPU tensors, made once."""

@@ -22,6 +22,7 @@ struct Routing {
   int slot_count, groups; // S, G
   int threshold;          // widest width of class 0
   int progress_count;
+  int least[2], most[2];  // widths that the launches behind take; any other would leave them waiting, so the call is broken off
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS) route(Routing a) {
@@ -72,6 +73,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) route(Routing a) {
   __syncthreads();
   if (mine)
     UNROLL for (int m = 0; m < 2; m++) {
+      if (width[m] < a.least[m] || width[m] > a.most[m]) __trap();
       int high = width[m] > a.threshold;
       for (int b = high ? 8 : min(a.threshold, 8); b > width[m]; b--) place[m] += listed[m][b];
       int4* list = a.work[m] + high * a.groups + place[m];

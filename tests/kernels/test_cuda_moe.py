@@ -19,8 +19,8 @@ on_gpu = pytest.mark.skipif("os.environ['TRITON_INTERPRET'] == '1'", reason="TRI
 BLOCK = {
     "FLOAT16": 0, "TOP_K": 4, "ROWS": 2816, "COLS": 2048, "ROW_TILES": 88, "COL_TILES": 16,
     "PLANES": 8, "PP": 22, "LP": 44, "PAGE_SHIFT": 15, "GATED": 1, "KIND": 0, "BIAS": 0,
-    "CLASS": 0, "LOW": 2, "HIGH": 4, "NT": 1, "WK": 2, "ITEMS": 1, "BLOCKS": 1, "TABLE_BITS": 5,
-    "SHARED_BASE": 1024, "EXPAND": 0, "FIRST": 1, "RESIDENT": 65536, "PINGPONG": 0,
+    "CLASS": 0, "LOW": 2, "HIGH": 4, "NT": 1, "WK": 2, "ITEMS": 1, "BLOCKS": 1,
+    "SHARED_BASE": 1024, "EXPAND": 0, "FIRST": 1,
     "DIRECT": 0, "HALVED": 0,
 }  # fmt: skip
 
@@ -51,7 +51,7 @@ FORMS: list[dict[str, int]] = [
     },
     {"GATED": 0, "ROWS": 1000, "COLS": 712, "ROW_TILES": 32, "COL_TILES": 6, "BIAS": 1},
     {"NT": 8, "KIND": 2},
-    {"DIRECT": 1, "HALVED": 1, "HIGH": 8, "PAIR_BITS": 3},
+    {"DIRECT": 1, "HALVED": 1, "HIGH": 8},
     {"EXPAND": 1, "HIGH": 8},
 ]
 
@@ -66,7 +66,7 @@ def test_compiles_ahead_of_time(compile_source: Any, capability: int, form: dict
 
 def test_an_error_of_the_compiler_is_told(compile_source: Any) -> None:
     with pytest.raises(ValueError, match=r"moe\.cu does not compile"):
-        compile_source("moe.cu", BLOCK | {"TABLE_BITS": "nonsense"}, 90)
+        compile_source("moe.cu", BLOCK | {"PAGE_SHIFT": "nonsense"}, 90)
 
 
 def test_machine_code_is_compiled_once(
@@ -152,12 +152,11 @@ ALL_WIDTHS = [2, 3, 4, 5, 6, 7, 8]
 @on_gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("token_tiles", [1, 2, 4, 8])
-@pytest.mark.parametrize("register_bits", [3, 4])
-def test_all_widths_in_one_launch(token_tiles: int, register_bits: int, dtype: torch.dtype) -> None:
+def test_all_widths_in_one_launch(token_tiles: int, dtype: torch.dtype) -> None:
     low, high = cuda_moe.Tuning(2, 1), cuda_moe.Tuning(2, 1, items=2, queue=True)
     call = Call(ALL_WIDTHS * 2, 392, 96, tokens=60, top_k=3, dtype=dtype)
-    call.check(plan=cuda_moe.Plan(token_tiles, low, high, register_bits))
-    call.check(plan=cuda_moe.Plan(token_tiles, low, None, register_bits))
+    call.check(plan=cuda_moe.Plan(token_tiles, low, high))
+    call.check(plan=cuda_moe.Plan(token_tiles, low, None))
 
 
 @pytest.mark.gpu

@@ -79,8 +79,10 @@ template <int TABLE> u32 lop3(u32 a, u32 b, u32 c) {
   return result;
 }
 inline u32 mad(u32 a, u32 b, u32 c) { return a * b + c; }
+inline u32 upper(u32 t) { return t >> 16; }
+template <int Q> u32 line(u32 codes, u32 at) { return (codes >> 8 * Q & 255) * 128 + at; }
 inline u64 mad_wide(u32 a, u32 b, u64 c) { return (u64)a * b + c; }
-inline uint4 load_stream(const void* p) { return at<uint4>((u64)p); }
+template <class V> V load_stream(const void* p) { return at<V>((u64)p); }
 inline uint4 load_written(const uint4* p) { return at<uint4>((u64)p); }
 inline void multiply(float* sums, const u32* a, u32 b0, u32 b1) { warp_multiply(sums, a, b0, b1); }
 inline u16 to_half(float value) {
