@@ -167,9 +167,10 @@ def plans_of(shape: Shape) -> list[Plan]:
     else:
         others = [
             Plan(8, 8, 8, blocks=3), Plan(8, 4, 8, blocks=3), Plan(4, 16, 16, blocks=3),
-            Plan(16, 4, 4, blocks=2),
+            Plan(16, 4, 4, blocks=2), Plan(8, 4, 8, blocks=2, height=3), Plan(8, 4, 8, height=6),
         ]  # fmt: skip
-    return list(dict.fromkeys([choose_plan(8, shape.cols, shape.norm), *others]))
+    own = choose_plan(8, (shape.rows, shape.cols), shape.norm, shape.inner)
+    return list(dict.fromkeys([own, *others]))
 
 
 def compile_all(work: list[tuple[Shape, Plan]]) -> None:

@@ -19,7 +19,6 @@ from torch import Tensor
 from pw_kernels import nvrtc
 from pw_kernels.product_plans import (
     NORM_STEPS,
-    ROWS,
     STEP,
     TOKENS,
     WARPS,
@@ -59,14 +58,14 @@ def fits(x: Tensor, weight: Tensor, inner: int = 0, *, forced: bool = False) -> 
         and _aligned(x)
         and weight.data_ptr() % 16 == 0
         and torch.cuda.get_device_capability(x.device) >= (8, 0)
-        and _has_room(x)
+        and _has_room(x, weight)
     )
 
 
-def _has_room(x: Tensor) -> bool:
+def _has_room(x: Tensor, weight: Tensor) -> bool:
     """Whether the device has shared memory for a block; with a norm it takes less, or little."""
     tokens, cols = x.shape
-    size = choose_plan(tokens, cols, norm=False).shared_bytes(cols, norm=False)
+    size = choose_plan(tokens, weight.shape, norm=False).shared_bytes(cols, norm=False)
     return size <= nvrtc.shared_bytes(x.device.index or 0)
 
 
@@ -128,9 +127,10 @@ def _launch(
     given: Mapping[str, Tensor],
 ) -> None:
     tokens, (rows, cols) = x.shape[0], weight.shape
-    plan = choose_plan(tokens, cols, norm is not None) if plan is None else plan
     inner = constants.get("INNER", 0)
-    blocks = inner // 8 + -(-(rows - 2 * inner) // ROWS)
+    if plan is None:
+        room = nvrtc.shared_bytes(_index(x))
+        plan = choose_plan(tokens, weight.shape, norm is not None, inner, room)
     arguments = Arguments(
         x=x.data_ptr(), weight=weight.data_ptr(), tokens=tokens, x_row=x.stride(0),
         **{name: tensor.data_ptr() for name, tensor in given.items()},
@@ -144,7 +144,7 @@ def _launch(
     defines = constants_of(plan, weight.shape, x.dtype, bias is not None, norm is not None)
     kernel = nvrtc.kernel("products.cu", "product", tuple((defines | constants).items()), _index(x))
     kernel.launch(
-        (blocks,), 32 * plan.warps, plan.shared_bytes(cols, norm is not None),
+        (plan.grid(rows, inner),), 32 * plan.warps, plan.shared_bytes(cols, norm is not None),
         arguments, overlap=True,
     )  # fmt: skip
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -15,6 +15,8 @@ STEP = 32  # columns
 ROWS = 16  # of a block
 TOKENS = 8  # of a tile
 WARPS = 16  # of a block at most
+_PLACES = 132  # multiprocessors of an H200
+_ROOM = 227 << 10  # bytes of shared memory that a block of it may have
 NORM_STEPS = 16  # at most, of a warp that norms: it holds all of its x
 
 
@@ -43,6 +45,7 @@ class Plan:
         turn: Steps whose x a warp holds at a time.
         blocks: Wanted on a multiprocessor; bounds the registers of a thread.
         tiles: Of eight tokens each, all that there are; one where a norm comes first.
+        height: Tiles of 16 rows that a block takes.
     """
 
     warps: int
@@ -50,24 +53,51 @@ class Plan:
     turn: int
     blocks: int = 1
     tiles: int = 1
+    height: int = 1
 
     def shared_bytes(self, cols: int, norm: bool) -> int:
         """Dynamic shared memory of a block: copies or sums, squares, the norm's weights."""
         squares = self.warps * self.tiles * TOKENS * 4
-        size = max(self.warps * self.stages * 1024, squares * (ROWS + 4))
+        copies = self.warps * self.stages * self.height * 1024
+        size = max(copies, squares * (self.height * ROWS + 4))
         return size + squares + cols * 2 if norm else size
 
+    def grid(self, rows: int, inner: int) -> int:
+        """Blocks for N rows, of which 2I are gated."""
+        return -(-_row_tiles(rows, inner) // self.height)
 
-def choose_plan(tokens: int, cols: int, norm: bool) -> Plan:
-    """As measured on an H200; sums are in the same order for every number of tokens."""
+
+def _row_tiles(rows: int, inner: int) -> int:
+    """Tiles of 16 rows; those of a gate are half of it."""
+    return inner // 8 + -(-(rows - 2 * inner) // ROWS)
+
+
+def choose_plan(
+    tokens: int, shape: Sequence[int], norm: bool, inner: int = 0, room: int = _ROOM
+) -> Plan:
+    """As measured on an H200; sums are in the same order for every number of tokens.
+
+    Args:
+        tokens: T.
+        shape: N, K.
+        norm: A norm comes first.
+        inner: I, of the rows that are gated.
+        room: Bytes of shared memory that a block may have.
+    """
+    rows, cols = shape
     steps = cols // STEP
     if norm:
         warps = next(count for count in (4, 8, WARPS) if steps <= 8 * count or count == WARPS)
         own = -(-steps // warps)
-        return Plan(warps, min(own, 4), own, blocks=3 if warps <= 8 else 1)
+        plan = Plan(warps, min(own, 4), own, blocks=3 if warps <= 8 else 1)
+        tiles = _row_tiles(rows, inner)
+        height = 3 if tiles > 3 * _PLACES else 2 if tiles > 2 * _PLACES and tokens > 4 else 1
+        tall = replace(plan, blocks=2, height=height)  # in one round, and fewer read the tokens
+        fits = 2 * tall.shared_bytes(cols, norm) <= room
+        return tall if height > 1 and warps <= 8 and fits else plan
     own = -(-steps // WARPS)
     if tokens > TOKENS:
-        return Plan(WARPS, min(own, 8), min(own, 2), tiles=2 if tokens <= 2 * TOKENS else 4)
+        return Plan(WARPS, min(own, 8), min(own, 4), tiles=2 if tokens <= 2 * TOKENS else 4)
     return Plan(WARPS, min(own, 11), min(own, 12), blocks=2 if own <= 4 else 1)
 
 
@@ -79,6 +109,7 @@ def constants_of(
     return {
         "FLOAT16": int(dtype == torch.float16), "N": rows, "K": cols, "WARPS": plan.warps,
         "BLOCKS": plan.blocks, "STAGES": plan.stages, "TURN": plan.turn, "NT": plan.tiles,
+        "MT": plan.height,
         "NORM": int(norm), "BIAS": int(bias), "GATED": 0, "INNER": 0, "KIND": 0,
         "ADD": 0, "ROUTED": 0, "EXPERTS": 0,
     }  # fmt: skip

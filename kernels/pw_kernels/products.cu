@@ -9,7 +9,7 @@
 //   BIAS          1: a bias is added
 //   GATED, KIND   1: W is INNER rows of a gate, as many of what it gates, and others; the result of the others is apart
 //   ROUTED        > 0: the second of two is the sum of so many results of experts, of EXPERTS that there are
-//   NT            tiles of eight tokens that a block takes
+//   NT            tiles of eight tokens that a block takes;  MT: tiles of 16 rows of W
 //   ADD           0: nothing is added; 1: rows of the output's shape; 2: two of them; 3: and the product is times a sigmoid
 //
 // The matrix unit multiplies weights [16 rows x 16 k] by tokens [16 k x 8]. A lane copies 16 bytes of rows r and r + 8, which
@@ -40,6 +40,8 @@ DI u64 load_id(const u64* p) {
   asm volatile("ld.global.cg.u64 %0,[%1];" : "=l"(v) : "l"(p) : "memory");
   return v;
 }
+// Loads before it are asked for before anything behind it: the compiler else puts each in front of its first use.
+DI void ask() { asm volatile("bar.warp.sync 0xffffffff;" ::: "memory"); }
 DI void copy_async(u32 to, u64 from) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0],[%1],16;" :: "r"(to), "l"(from) : "memory");
 }
@@ -73,16 +75,17 @@ struct Arguments {
   float epsilon;
 };
 
-constexpr int ROWS = 16, TOKENS = 8 * NT, THREADS = 32 * WARPS;
+constexpr int ROWS = 16, TALL = ROWS * MT, TOKENS = 8 * NT, THREADS = 32 * WARPS;
 constexpr int ALL_STEPS = K / 32, STEPS = (ALL_STEPS + WARPS - 1) / WARPS;
-constexpr int PITCH = ROWS + 4;                                 // of a token's sums: no two lanes meet in a bank
-constexpr int RING = WARPS * STAGES * 1024, SUMS = WARPS * TOKENS * PITCH * 4, SHARED = RING > SUMS ? RING : SUMS;
+constexpr bool EVEN = ALL_STEPS == WARPS * STEPS;               // no branch is left then
+constexpr int STAGE = MT * 1024;                                // bytes of a warp's step
+constexpr int PITCH = TALL + 4;                                 // of a token's sums: no two lanes meet in a bank
+constexpr int RING = WARPS * STAGES * STAGE, SUMS = WARPS * TOKENS * PITCH * 4, SHARED = RING > SUMS ? RING : SUMS;
 constexpr int GATED_TILES = GATED ? INNER / 8 : 0;              // each of 8 rows of the gate and their partners
 extern __shared__ __align__(128) unsigned char dynamic[];       // copies, then sums; squares [WARPS, TOKENS]; norm [K]
 
-// Row of W that row r of a block is.
-DI int weight_row(int r) {
-  int tile = blockIdx.x;
+// Row of W that row r of a tile is.
+DI int weight_row(int tile, int r) {
 #if GATED
   if (tile < GATED_TILES) return tile * 8 + (r & 7) + (r >> 3) * INNER;
   return 2 * INNER + (tile - GATED_TILES) * ROWS + r;
@@ -93,20 +96,20 @@ DI int weight_row(int r) {
 
 // The weights that a lane copies and reads.
 struct Weights {
-  u64 from[2]; u32 to; const unsigned char* at;
+  u64 from[2 * MT]; u32 to; const unsigned char* at;
   DI Weights(const Arguments& a, int first, int warp, int lane) {
-    UNROLL for (int j = 0; j < 2; j++) {
-      int row = min(weight_row((lane >> 2) + 8 * j), N - 1);
+    UNROLL for (int j = 0; j < 2 * MT; j++) {
+      int row = min(weight_row(blockIdx.x * MT + j / 2, (lane >> 2) + 8 * (j & 1)), N - 1);
       from[j] = (u64)(a.weight + (u64)row * K + first * 32 + 8 * (lane & 3));
     }
-    int offset = warp * (STAGES * 1024) + lane * 16;
+    int offset = warp * (STAGES * STAGE) + lane * 16;
     to = (u32)__cvta_generic_to_shared(dynamic) + offset;
     at = dynamic + offset;
   }
   DI void copy(int step) const {
-    UNROLL for (int j = 0; j < 2; j++) copy_async(to + step % STAGES * 1024 + j * 512, from[j] + step * 64);
+    UNROLL for (int j = 0; j < 2 * MT; j++) copy_async(to + step % STAGES * STAGE + j * 512, from[j] + step * 64);
   }
-  DI uint4 take(int step, int j) const { return *(const uint4*)(at + step % STAGES * 1024 + j * 512); }
+  DI uint4 take(int step, int j) const { return *(const uint4*)(at + step % STAGES * STAGE + j * 512); }
 };
 
 #if NORM
@@ -126,50 +129,64 @@ DI u32 scaled(u32 x, u32 by, float scale) {
 DI float with_lane(float v, int lane) { return v + __uint_as_float(__shfl_sync(~0u, __float_as_uint(v), lane)); }
 #endif
 
+// What is added to one number of the result; asked for long before it is needed.
+struct Added {
 #if ROUTED
-// What the experts of a token give, added in their order and rounded.
-DI float routed_sum(const Arguments& a, int token, int row) {
-  bool live = !a.live || token < a.live[0];
-  float sum = 0;
-  UNROLL for (int j = 0; j < ROUTED; j++) {
-    u64 slot = (u64)token * ROUTED + j, expert = load_id(a.ids + slot);
-    float part = load_float(a.results + slot * N + row);
-    sum += live && expert < EXPERTS ? part : 0;                 // -1 is a large number
-  }
-  return rounded(sum);
-}
-#endif
-
-// One number of the result and all that is added to it.
-DI void finish(const Arguments& a, int token, int row, float sum) {
-#if BIAS
-  sum += from_half(a.bias[row]);
-#endif
-#if ADD == 1
-  sum += from_half(load_number(a.add + (u64)token * a.add_row + row));
+  float parts[ROUTED]; u64 ids[ROUTED]; bool live;
 #elif ADD >= 2
-  float before = from_half(load_number(a.add + (u64)token * a.add_row + row));
+  u16 more;
+#endif
+  u16 first, logit;
+
+  DI void load(const Arguments& a, int token, int row) {
+#if ADD
+    first = load_number(a.add + (u64)token * a.add_row + row);
+#endif
 #if ROUTED
-  before += routed_sum(a, token, row);
-#else
-  before += from_half(load_number(a.more + (u64)token * a.more_row + row));
+    live = !a.live || token < a.live[0];
+    UNROLL for (int j = 0; j < ROUTED; j++) {
+      u64 slot = (u64)token * ROUTED + j;
+      ids[j] = load_id(a.ids + slot);
+      parts[j] = load_float(a.results + slot * N + row);
+    }
+#elif ADD >= 2
+    more = load_number(a.more + (u64)token * a.more_row + row);
 #endif
-  float part = rounded(sum);
 #if ADD == 3
-  part = part / (1.0f + expf(-from_half(load_number(a.share + (u64)token * a.share_row))));
+    logit = load_number(a.share + (u64)token * a.share_row);
 #endif
-  sum = before + part;
+  }
+#if ROUTED
+  // What the experts of a token give, added in their order and rounded.
+  DI float routed() const {
+    float sum = 0;
+    UNROLL for (int j = 0; j < ROUTED; j++) sum += live && ids[j] < EXPERTS ? parts[j] : 0;  // -1 is a large number
+    return rounded(sum);
+  }
 #endif
-#if GATED
-  a.rest[(u64)token * (N - 2 * INNER) + row - 2 * INNER] = to_half(sum);
+  // The product and all of it.
+  DI float sum(float product) const {
+#if ADD == 1
+    product += from_half(first);
+#elif ADD >= 2
+#if ROUTED
+    float before = from_half(first) + routed();
 #else
-  a.out[(u64)token * N + row] = to_half(sum);
+    float before = from_half(first) + from_half(more);
 #endif
-}
+    float part = rounded(product);
+#if ADD == 3
+    part = part / (1.0f + expf(-from_half(logit)));
+#endif
+    product = before + part;
+#endif
+    return product;
+  }
+};
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) product(Arguments a) {
   int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, column = 8 * (lane & 3);
-  int first = warp * STEPS, count = min(first + STEPS, ALL_STEPS) - first, own = lane >> 2;
+  int first = warp * STEPS, count = EVEN ? STEPS : min(first + STEPS, ALL_STEPS) - first, own = lane >> 2;
   Weights weights(a, first, warp, lane);
   let_next_begin();
   UNROLL for (int i = 0; i < STAGES; i++) {
@@ -187,12 +204,27 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) product(Arguments 
   wait_for_earlier();
   const u16* from[NT];
   UNROLL for (int t = 0; t < NT; t++) from[t] = a.x + (u64)min(own + 8 * t, a.tokens - 1) * a.x_row + first * 32 + column;
-  float sums[NT][4] = {};
+  constexpr int RESULTS = (TOKENS * TALL + THREADS - 1) / THREADS;
+  auto place = [&](int i, int& token, int& r) {                 // of a thread's i-th result
+    i = i * THREADS + threadIdx.x;
+    token = i / TALL, r = i % TALL;
+    return i < TOKENS * TALL && token < a.tokens;
+  };
+  auto row_of = [&](int r) { return weight_row(blockIdx.x * MT + r / ROWS, r % ROWS); };
+#if ADD
+  Added added[RESULTS];
+  UNROLL for (int i = 0; i < RESULTS; i++) {
+    int token, r;
+    if (place(i, token, r)) added[i].load(a, token, min(row_of(r), N - 1));
+  }
+#endif
+  float sums[MT][NT][4] = {};
   uint4 x[TURN][NT];
   for (int turn = 0; turn < STEPS; turn += TURN) {
     UNROLL for (int j = 0; j < TURN; j++)
       UNROLL for (int t = 0; t < NT; t++)
         x[j][t] = turn + j < count ? load_written((const uint4*)(from[t] + (turn + j) * 32)) : make_uint4(0, 0, 0, 0);
+    ask();
 #if NORM
     static_assert(STEPS <= TURN && NT == 1, "a norm needs all of x");
     UNROLL for (int i = 0; i < PIECES; i++)
@@ -218,11 +250,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) product(Arguments 
       int step = turn + j;
       wait<STAGES - 1>();
       if (step < count) {
-        uint4 low = weights.take(step, 0), high = weights.take(step, 1);
-        u32 left[4] = {low.x, high.x, low.y, high.y}, right[4] = {low.z, high.z, low.w, high.w};
-        UNROLL for (int t = 0; t < NT; t++) {
-          multiply(sums[t], left, x[j][t].x, x[j][t].y);
-          multiply(sums[t], right, x[j][t].z, x[j][t].w);
+        UNROLL for (int m = 0; m < MT; m++) {
+          uint4 low = weights.take(step, 2 * m), high = weights.take(step, 2 * m + 1);
+          u32 left[4] = {low.x, high.x, low.y, high.y}, right[4] = {low.z, high.z, low.w, high.w};
+          UNROLL for (int t = 0; t < NT; t++) {
+            multiply(sums[m][t], left, x[j][t].x, x[j][t].y);
+            multiply(sums[m][t], right, x[j][t].z, x[j][t].w);
+          }
         }
         if (STAGES < STEPS && step + STAGES < count) weights.copy(step + STAGES);
       }
@@ -231,21 +265,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) product(Arguments 
   }
   __syncthreads();
   float* shared = (float*)dynamic;                              // [WARPS, TOKENS, PITCH]
-  UNROLL for (int t = 0; t < NT; t++)
-    UNROLL for (int i = 0; i < 4; i++)
-      shared[(warp * TOKENS + 8 * t + 2 * (lane & 3) + (i & 1)) * PITCH + own + 8 * (i >> 1)] = sums[t][i];
+  UNROLL for (int m = 0; m < MT; m++)
+    UNROLL for (int t = 0; t < NT; t++)
+      UNROLL for (int i = 0; i < 4; i++)
+        shared[(warp * TOKENS + 8 * t + 2 * (lane & 3) + (i & 1)) * PITCH + 16 * m + own + 8 * (i >> 1)] = sums[m][t][i];
   __syncthreads();
   auto total = [&](int token, int r) {
     float sum = 0;
     for (int w = 0; w < WARPS; w++) sum += shared[(w * TOKENS + token) * PITCH + r];
     return sum;
   };
-  for (int i = threadIdx.x; i < TOKENS * ROWS; i += THREADS) {
-    int token = i / ROWS, r = i % ROWS, row = weight_row(r);
-    if (token >= a.tokens || row >= N) continue;
+  UNROLL for (int i = 0; i < RESULTS; i++) {
+    int token, r;
+    if (!place(i, token, r)) continue;
+    int row = row_of(r);
+    if (row >= N) continue;
 #if GATED
-    if (blockIdx.x < GATED_TILES) {
-      if (r >= 8) continue;
+    if (blockIdx.x * MT + r / ROWS < GATED_TILES) {
+      if (r % ROWS >= 8) continue;
       float gate = total(token, r), up = total(token, r + 8);
 #if BIAS
       gate += from_half(a.bias[row]);
@@ -255,6 +292,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) product(Arguments 
       continue;
     }
 #endif
-    finish(a, token, row, total(token, r));
+    float sum = total(token, r);
+#if BIAS
+    sum += from_half(a.bias[row]);
+#endif
+#if ADD
+    sum = added[i].sum(sum);
+#endif
+#if GATED
+    a.rest[(u64)token * (N - 2 * INNER) + row - 2 * INNER] = to_half(sum);
+#else
+    a.out[(u64)token * N + row] = to_half(sum);
+#endif
   }
 }

@@ -57,10 +57,11 @@ def test_what_cannot_be_is_refused() -> None:
 
 
 @pytest.mark.parametrize(("tokens", "norm"), [(8, False), (8, True), (9, False), (32, False)])
+@pytest.mark.parametrize("rows", [64, 6144, 11328])
 @pytest.mark.parametrize("cols", [32, 512, 2048, 2816, 4096, 5632, 8192, 14336])
-def test_a_plan_fits_a_multiprocessor(cols: int, tokens: int, norm: bool) -> None:
+def test_a_plan_fits_a_multiprocessor(rows: int, cols: int, tokens: int, norm: bool) -> None:
     norm = norm and cols <= WARPS * NORM_STEPS * STEP
-    plan = choose_plan(tokens, cols, norm)
+    plan = choose_plan(tokens, (rows, cols), norm)
     assert plan.tiles * 8 >= tokens
     steps = -(-(cols // STEP) // plan.warps)
     assert plan.stages <= steps
@@ -70,6 +71,17 @@ def test_a_plan_fits_a_multiprocessor(cols: int, tokens: int, norm: bool) -> Non
     assert plan.blocks * plan.warps * 32 <= 1024
 
 
+def test_many_rows_are_taken_in_one_round() -> None:
+    heights = {
+        (tokens, rows): choose_plan(tokens, (rows, 2048), norm=True, inner=inner).height
+        for rows, inner in ((2048, 0), (6144, 0), (11328, 5632))
+        for tokens in (1, 8)
+    }
+    assert heights == {
+        (1, 2048): 1, (8, 2048): 1, (1, 6144): 1, (8, 6144): 2, (1, 11328): 3, (8, 11328): 3,
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize(("kilobytes", "most"), [(227, 14336), (163, 5120), (99, 3072)])
 def test_torch_takes_what_the_device_has_no_room_for(
     kilobytes: int, most: int, monkeypatch: pytest.MonkeyPatch
@@ -77,12 +89,11 @@ def test_torch_takes_what_the_device_has_no_room_for(
     kernels = pytest.importorskip("pw_kernels.cuda_products", reason="needs cuda-bindings")
     monkeypatch.setattr(kernels.nvrtc, "shared_bytes", lambda _: kilobytes << 10)
     rows = [torch.empty(8, cols) for cols in range(STEP, 14337, STEP)]
-    taken = [x for x in rows if kernels._has_room(x)]
+    taken = [x for x in rows if kernels._has_room(x, x)]
     assert taken[-1].shape[1] == most
     for x in filter(kernels.norms, taken):
-        assert choose_plan(8, x.shape[1], norm=True).shared_bytes(x.shape[1], True) <= (
-            kilobytes << 10
-        )
+        plan = choose_plan(8, (11328, x.shape[1]), norm=True, room=kilobytes << 10)
+        assert plan.shared_bytes(x.shape[1], True) <= kilobytes << 10
 
 
 @pytest.mark.parametrize("capability", [80, 90, 100])
@@ -96,7 +107,9 @@ def test_compiles_ahead_of_time(capability: int) -> None:
         (2048, 14336, {"ADD": 2}),
     ]
     for (rows, cols, more), tokens in zip(shapes, (8, 8, 8, 32, 9), strict=True):
-        plan = choose_plan(8 if "NORM" in more else tokens, cols, norm="NORM" in more)
+        plan = choose_plan(
+            8 if "NORM" in more else tokens, (rows, cols), "NORM" in more, more.get("INNER", 0)
+        )
         defines = constants_of(plan, (rows, cols), torch.bfloat16, bias=False, norm=False) | more
         try:
             code = nvrtc.compile_source("products.cu", defines, capability)

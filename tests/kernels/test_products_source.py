@@ -2,6 +2,7 @@
 
 import ctypes
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,13 +10,13 @@ import torch
 from torch import Tensor
 
 from pw_kernels import products
-from pw_kernels.product_plans import ROWS, Arguments, Plan, choose_plan, constants_of
+from pw_kernels.product_plans import Arguments, Plan, choose_plan, constants_of
 from pw_kernels.slots import SlotResults
 from pw_kernels.step import Norm
 from support.cuda_source import CudaSource
 
 SOURCE = CudaSource("products.cu", "products_on_cpu.h", [  # defined by the headers
-    "load_written", "load_number", "load_float", "load_id", "copy_async",
+    "load_written", "load_number", "load_float", "load_id", "copy_async", "ask",
 ])  # fmt: skip
 DTYPE = torch.bfloat16
 
@@ -47,7 +48,6 @@ class Case:
         slots: SlotResults | None = None,
     ):  # fmt: skip
         tokens, (rows, cols) = len(self.x), self.weight.shape
-        blocks = self.inner // 8 + -(-(rows - 2 * self.inner) // ROWS)
         where = {
             "x": self.x, "weight": self.weight, "norm": self.norm.weight, "add": self.add[0],
             "more": self.add[1], "share": self.share, "out": self.out, "rest": self.rest,
@@ -68,6 +68,7 @@ class Case:
         if slots is not None:
             defines |= {"ROUTED": slots.ids.shape[1], "EXPERTS": slots.experts}
         kernel = SOURCE.compile(folder, "product(*(const Arguments*)all);", defines)
+        blocks = plan.grid(rows, self.inner)
         kernel.run(ctypes.byref(arguments), blocks, 1, 32 * plan.warps)
 
 
@@ -80,7 +81,7 @@ def near(found: Tensor, expected: Tensor) -> None:
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_product_behind_a_norm(tmp_path: Path, tokens: int, bias: bool) -> None:
     case = Case(tokens, 40, 512, bias=bias)
-    case.run(tmp_path, choose_plan(8, 512, norm=True), norm=True)
+    case.run(tmp_path, choose_plan(8, (40, 512), norm=True), norm=True)
     near(
         case.out, products.product(case.x, case.weight, case.bias, norm=case.norm, backend="torch")
     )
@@ -92,9 +93,11 @@ def test_a_product_behind_a_norm(tmp_path: Path, tokens: int, bias: bool) -> Non
     [
         (2, Plan(4, stages=2, turn=2)),  # copies in turn, x in turn; the last warp has less
         (5, Plan(2, stages=4, turn=16)),
-        (8, choose_plan(8, 832, norm=False)),
-        (13, choose_plan(13, 832, norm=False)),
-        (30, choose_plan(30, 832, norm=False)),
+        (8, choose_plan(8, (72, 832), norm=False)),
+        (13, choose_plan(13, (72, 832), norm=False)),
+        (30, choose_plan(30, (72, 832), norm=False)),
+        (30, Plan(8, stages=2, turn=2, tiles=4, height=3)),  # the last block has rows left over
+        (13, Plan(4, stages=7, turn=7, tiles=2, height=2)),
     ],
 )
 def test_sums_after_a_product(tmp_path: Path, tokens: int, plan: Plan, add: int) -> None:
@@ -116,7 +119,7 @@ def test_slots_are_added_up_on_the_way(tmp_path: Path, live: int | None) -> None
     ids = torch.tensor([[0, 7, 2], [4, -1, 1], [6, 5, 8], [1, 2, 3], [3, 0, 5]])  # of 8
     results[4], results[8] = torch.nan, torch.nan  # nobody computed them
     slots = SlotResults(results, ids, 8, None if live is None else torch.tensor([live]).int())
-    case.run(tmp_path, choose_plan(5, 512, norm=False), add=3, slots=slots)
+    case.run(tmp_path, choose_plan(5, (24, 512), norm=False), add=3, slots=slots)
     add = [case.add[0], slots]
     expected = products.product(case.x, case.weight, add=add, share=case.share, backend="torch")
     near(case.out, expected)
@@ -129,7 +132,7 @@ def test_slots_are_added_up_on_the_way(tmp_path: Path, live: int | None) -> None
 @pytest.mark.parametrize("kind", [0, 1, 2])
 def test_a_gated_product_and_what_is_beside_it(tmp_path: Path, kind: int) -> None:
     case = Case(4, 2 * 24 + 13, 256, inner=24, bias=kind == 1)
-    plan = choose_plan(8, 256, norm=True)
+    plan = choose_plan(8, (61, 256), norm=True)
     case.run(tmp_path, plan, norm=True, kind=kind)
     expected = products.gated_product(
         case.x, case.weight, 24, ("silu", "gelu", "gelu_tanh")[kind], case.bias, norm=case.norm,
@@ -139,13 +142,31 @@ def test_a_gated_product_and_what_is_beside_it(tmp_path: Path, kind: int) -> Non
         near(found, want)
 
 
+@pytest.mark.parametrize(("tokens", "plan"), [
+    (7, Plan(4, stages=2, turn=2, height=3)),  # a norm first
+    (29, Plan(4, stages=2, turn=2, tiles=4, height=3)),
+])  # fmt: skip
+def test_a_gated_product_of_some_tokens(tmp_path: Path, tokens: int, plan: Plan) -> None:
+    case = Case(tokens, 2 * 40 + 13, 256, inner=40)
+    norm = plan.tiles == 1
+    case.run(tmp_path, plan, norm=norm)
+    expected = products.gated_product(
+        case.x, case.weight, 40, "silu", norm=case.norm if norm else None, backend="torch"
+    )
+    near(case.out, expected.out)
+    near(case.rest, expected.rest)
+    if norm:
+        near(case.normed, expected.normed)
+
+
 def test_a_token_s_result_does_not_depend_on_the_batch(tmp_path: Path) -> None:
     results = []
-    for tokens in (1, 8):
+    for tokens, height in ((1, 1), (8, 1), (8, 2)):
         case = Case(8, 32, 512)
-        folder = tmp_path / str(tokens)
+        folder = tmp_path / f"{tokens}-{height}"
         folder.mkdir()
         case.x = case.x[:tokens]
-        case.run(folder, choose_plan(8, 512, norm=True), norm=True)
+        plan = replace(choose_plan(8, (40, 512), norm=True), height=height)
+        case.run(folder, plan, norm=True)
         results.append(case.out[0])
-    assert torch.equal(*results)
+    assert all(torch.equal(result, results[0]) for result in results)

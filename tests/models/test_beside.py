@@ -17,6 +17,7 @@ from pw.models import beside, skeleton
 from pw.models.beside import fork_shared_experts, opened
 from pw.models.checkpoint import Checkpoint
 from pw.models.experts import expert_modules
+from pw.models.flat import FlatDecoder
 from pw.models.probing import probe_logits, relative_difference
 from pw.models.skeleton import general_forward, load_skeleton
 from pw.models.testing import KINDS, make_checkpoint
@@ -120,6 +121,27 @@ def test_a_rank_s_part_stays_on_one_stream(tmp_path: Path, monkeypatch: pytest.M
         block.shared_experts.down_proj.__dict__["pw_reduce"] = None
     assert fork_shared_experts(model, partial(general_forward, model), log) == 0
     assert not log.events
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_the_flat_pass_with_its_shared_experts_beside(
+    kept: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a step: each layer launches them first, and streams meet once."""
+    model, log = load("qwen2_moe", tmp_path, monkeypatch), Log()
+    flat = FlatDecoder(model, kernels=True)
+    for layer in flat._layers:
+        layer._mlp._beside = log
+    monkeypatch.setattr(beside, "FEWEST", 4)
+
+    def forward(ids: Tensor, positions: Tensor, context: Any, keep: Tensor) -> Tensor:
+        if kept:
+            return flat(ids, positions, context, keep)
+        return flat.logits(flat.hidden(ids, positions, context).index_select(0, keep))
+
+    expected, found = probe_logits(model, partial(general_forward, model), forward)
+    assert log.events == ["apart", "launched", "meet"] * len(flat._layers)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=2e-5)
 
 
 def test_a_device_has_one_other_stream_whatever_it_is_called(
