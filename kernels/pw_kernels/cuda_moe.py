@@ -266,7 +266,9 @@ def _launch_classes(
         if low > high:
             continue
         items = tuning.items if low > REGISTER_BITS else 1
-        whole, tuning = tuning, _split(tuning, low, pairs * busy, defines["COL_TILES"], index)
+        whole, widths = tuning, range(low, high + 1)
+        if low <= REGISTER_BITS:
+            tuning = _split(plan, tuning, widths, pairs * busy, defines["COL_TILES"], index)
         halved = defines["DIRECT"] and tuning == whole and pairs * groups <= _places(index)
         constants = {
             **defines, "CLASS": number, "LOW": low, "HIGH": high, "NT": plan.token_tiles,
@@ -274,7 +276,7 @@ def _launch_classes(
             "HALVED": int(halved), "QUEUED": 0,
             "SHARED_BASE": nvrtc.reserved_shared_bytes(index),
         }  # fmt: skip
-        shared = max(_shared_bytes(b, plan, tuning) for b in range(low, high + 1))
+        shared = max(_shared_bytes(b, plan, tuning) for b in widths)
         units = -(-pairs // items) << constants["HALVED"]
         grid: tuple[int, ...] = (units, groups)
         if tuning.queue and not defines["DIRECT"]:
@@ -288,16 +290,30 @@ def _launch_classes(
         first = 0
 
 
-def _split(tuning: Tuning, low: int, blocks: float, col_tiles: int, device: int) -> Tuning:
-    """More warps for each block of the class of narrow widths, where few have many columns each."""
-    places = nvrtc.device_attribute("MULTIPROCESSOR_COUNT", device)
+def _split(
+    plan: Plan, tuning: Tuning, widths: range, blocks: float, col_tiles: int, device: int
+) -> Tuning:
+    """More warps for each block where blocks are few and have many columns each.
+
+    Args:
+        plan: Of the call.
+        tuning: Of the launch.
+        widths: That it takes.
+        blocks: That have work, on average.
+        col_tiles: Tiles in a row tile.
+        device: CUDA device index.
+    """
+    multiprocessors = nvrtc.device_attribute("MULTIPROCESSOR_COUNT", device)
+    room = nvrtc.shared_bytes(device)
     while (
-        low <= REGISTER_BITS
-        and tuning.blocks > 1
-        and 2 * blocks <= tuning.blocks * places
+        tuning.blocks > 1
+        and 2 * blocks <= tuning.blocks * multiprocessors
         and col_tiles >= 16 * tuning.split
     ):
-        tuning = replace(tuning, split=2 * tuning.split, blocks=tuning.blocks // 2)
+        wider = replace(tuning, split=2 * tuning.split, blocks=tuning.blocks // 2)
+        if max(_shared_bytes(bits, plan, wider) for bits in widths) > room:
+            break
+        tuning = wider
     return tuning
 
 

@@ -91,6 +91,25 @@ def test_the_chosen_plan_fits_the_gpu(slots: int, room: int) -> None:
             assert cuda_moe._shared_bytes(bits, plan, tuning) <= room
 
 
+@pytest.mark.parametrize(
+    ("blocks", "col_tiles", "room", "split"),
+    [
+        (128, 112, 227, 8),  # down of Mixtral for a single token, on 132 multiprocessors
+        (128, 11, 227, 4),  # so few columns that warps would have nothing to do
+        (900, 112, 227, 4),
+        (128, 112, 99, 4),
+    ],
+)
+def test_few_blocks_of_many_columns_get_more_warps(
+    monkeypatch: pytest.MonkeyPatch, blocks: int, col_tiles: int, room: int, split: int
+) -> None:
+    monkeypatch.setattr(cuda_moe.nvrtc, "shared_bytes", lambda _: room << 10)
+    monkeypatch.setattr(cuda_moe.nvrtc, "device_attribute", lambda *_: 132)
+    plan = cuda_moe.choose_plan(2, 8)
+    found = cuda_moe._split(plan, plan.low, range(2, 9), blocks, col_tiles, 0)
+    assert (found.split, found.split * found.blocks) == (split, 8)
+
+
 def place(pages: WeightPages) -> WeightPages:
     tensors = (pages.bits, pages.plane_pages, pages.lut_pages, pages.lut_offset)
     return WeightPages(pages.rows, pages.cols, *(tensor.cuda() for tensor in tensors))

@@ -234,13 +234,13 @@ def test_results_of_a_token_are_added_up(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("gated", [True, False])
-@pytest.mark.parametrize("halved", [0, 1])
-def test_one_token_needs_no_list(tmp_path: Path, gated: bool, halved: int) -> None:
+@pytest.mark.parametrize(("halved", "split"), [(0, 4), (1, 4), (0, 8)])
+def test_one_token_needs_no_list(tmp_path: Path, gated: bool, halved: int, split: int) -> None:
     case = Case(gated, tokens=1, top_k=len(WIDTHS))
     experts = len(WIDTHS)
     live, counted = torch.ones(1, dtype=torch.int32), torch.ones(2, experts)
     call = case.without_lists(live, counted)
-    defines = case.constants | {"DIRECT": 1, "HALVED": halved}
+    defines = case.constants | {"DIRECT": 1, "HALVED": halved, "WK": split}
     library = SOURCE.compile(tmp_path, call, defines)
     grid = ((defines["ROW_TILES"] + 1) // 2 << halved, experts)
     arguments = case.arguments(torch.empty(0), torch.empty(experts))
