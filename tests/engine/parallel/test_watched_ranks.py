@@ -5,12 +5,14 @@ from __future__ import annotations
 import socket
 import subprocess
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
+from pw.engine.parallel import team as teams
 from pw.engine.parallel.group import RankGroup
 from pw.engine.parallel.team import Follower, Team
 from pw.errors import EngineLostError
@@ -38,6 +40,16 @@ class Child:
     def kill(self) -> None:
         """See `subprocess.Popen`."""
         self.end(-9)
+
+
+class Stuck(Child):
+    """A process that does not end by itself."""
+
+    def wait(self, timeout: float | None = None) -> int:
+        """See `subprocess.Popen`."""
+        if self._code is None:
+            time.sleep(timeout or 0)
+        return super().wait(timeout)
 
 
 class Device:
@@ -129,3 +141,20 @@ def test_a_wait_ends_when_a_rank_is_late(
         step()
     child.end(0)
     team.close()
+
+
+def test_ranks_that_do_not_end_are_waited_for_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(teams, "_END_SECONDS", 0.5)
+    pairs = [socket.socketpair() for _ in range(5)]
+    stuck = [Stuck(theirs) for _, theirs in pairs]
+    followers = [
+        Follower(rank, cast("subprocess.Popen[bytes]", child), ours)
+        for rank, (child, (ours, _)) in enumerate(zip(stuck, pairs, strict=True), 1)
+    ]
+    team = Team(followers, tmp_path / "ranks", 240.0)
+    began = time.monotonic()
+    team.close()
+    assert time.monotonic() - began < 1.5  # not half a second for each
+    assert [follower.how_it_ended() for follower in followers] == ["SIGKILL"] * 5
