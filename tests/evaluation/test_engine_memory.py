@@ -23,6 +23,7 @@ def test_contexts_take_bits_and_give_them_back(
     monkeypatch.setattr(room, "WINDOW", 64)
     monkeypatch.setattr(engine_memory, "LONGEST", 32)
     monkeypatch.setattr(engine_memory, "RUNNING", 3)
+    monkeypatch.setattr(engine_memory, "PEAK_BITS", (2.4,))
     monkeypatch.setattr(engine_memory, "POLICIES", ("adaptive", "static:2", "dense"))
     texts = Texts(tmp_path / "no", tmp_path / "heldout.jsonl", windows=8)
     found = engine_memory.run(Room(tmp_path / "model.pw", tmp_path / "checkpoint", texts))

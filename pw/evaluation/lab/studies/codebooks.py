@@ -64,7 +64,7 @@ def _table(result: dict[str, Any], text: str) -> str:
     )  # fmt: skip
     rows = [
         (
-            row["budget_bits"], row["codebooks"], row["widths"],
+            f"{row['budget_bits']:g}", row["codebooks"], row["widths"],
             f"{100 * row['share']:.1f}", row["perplexity"], show(row["nll"]),
             show(row["nll_over_uniform"]),
             "-" if row["won_back"] is None else f"{100 * row['won_back']:.0f}",
