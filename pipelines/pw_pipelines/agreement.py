@@ -18,8 +18,9 @@ from torch import Tensor
 
 from pw.blocks import MODULES
 from pw.models.dequantized import DequantizedBlocks
-from pw_pipelines.observation import ObservedModel, trim
+from pw_pipelines.observation import ObservedModel
 from pw_pipelines.progress import Progress
+from pw_pipelines.steps import trim
 
 _BLOCKS = 24
 _TOKENS = 2048

@@ -2,15 +2,10 @@
 
 The refit (`pw_pipelines.refit`) sees one block at a time. Here all blocks stand at the widths they
 were fitted for, and what counts is KL(unquantized, quantized) of the next token over calibration
-text. Every weight has a latent value that moves by Adam; its code is the level nearest to it, and
-gradients pass through this rounding (straight-through; PV-tuning, arXiv 2405.14852, does so for
-codes, too). Levels move with them. Dense weights stay the checkpoint's.
+text. Latent values of all weights, which codes follow (`pw_pipelines.latents`; PV-tuning, arXiv
+2405.14852, trains codes, too), and levels move by Adam. Dense weights stay the checkpoint's.
 
-Only codes and tables of the planned width are trained. A weight whose code there has not changed
-keeps the bits below; else it takes what is nearest. Tables of other widths stay.
-
-Axes: E experts, N rows, K columns, P rows of a table that rows share, C levels, W windows, S
-tokens.
+Axes: N rows, K columns, W windows, S tokens.
 """
 
 from __future__ import annotations
@@ -35,28 +30,20 @@ from pw.models.tokenizer import load_tokenizer
 from pw.store.artifact import QUANTIZE, Artifact
 from pw.store.files import remove_tree
 from pw.store.writer import ArtifactWriter
-from pw_kernels.bitplane import (
-    TILE_WORDS,
-    bit_reverse_lut,
-    pack_planes,
-    plane_bytes,
-    unpack_planes,
-)
-from pw_pipelines.calibration import calibration_set
+from pw_kernels.bitplane import bit_reverse_lut, pack_planes
+from pw_pipelines.calibration import CalibrationSet, calibration_set
 from pw_pipelines.focus import Focus
 from pw_pipelines.gpu_memory import free_bytes
+from pw_pipelines.latents import RATE, Blocks
 from pw_pipelines.observation import CPU, ObservedModel, batches
 from pw_pipelines.progress import Progress
 from pw_pipelines.quantize import quantize_settings, write_rest
-from pw_pipelines.sharing import period
 from pw_pipelines.source import vocabulary_of
 
 WINDOWS_PER_STEP = 16
 HELD_BACK = 32  # windows that are not trained on, at most a tenth of all
-RATE = 0.003  # Adam's, in distances between levels
 _WARM_UP = 0.05  # of all steps; then the rate falls as half a cosine
 _BETAS = (0.9, 0.99)
-_TOWARD = 0.9  # of the way from its level to the weight on which a latent value starts
 _BYTES = (
     40  # a weight: latent, gradient, two moments, level, its gradient, its place (int64), spare
 )
@@ -75,139 +62,6 @@ class Distilled:
 def distill_bytes(weights: int) -> int:
     """Bytes on the device for so many weights of routed experts, activations apart."""
     return weights * _BYTES
-
-
-class Blocks:
-    """All blocks of an artifact at the widths of a focus, as functions of what is trained.
-
-    Args:
-        artifact: Whose codes and tables are the start.
-        checkpoint: The unquantized weights.
-        focus: The widths.
-        device: Where they are.
-    """
-
-    def __init__(
-        self, artifact: Artifact, checkpoint: Checkpoint, focus: Focus, device: torch.device
-    ) -> None:
-        self.artifact, self.device, self.most = artifact, device, artifact.max_bits
-        self.keys = list(artifact.geometry.keys())
-        self._focus = focus
-        self.latents: dict[BlockKey, Tensor] = {}  # [P, N / P * K]
-        self.tables: dict[BlockKey, Tensor] = {}  # [P, C], natural order
-        self._shapes = {m: artifact.geometry.shape(m) for m in MODULES}
-        gaps = {}
-        for key in self.keys:
-            codes, table = self._codes(key), self._table(key)
-            weight = checkpoint.expert_weight(key).to(device, torch.float32)
-            tied = self._tied(weight, table)
-            start = self._tied((codes >> (self.most - self.bits(key))).long(), table)
-            levels, order = table.sort(1)
-            place = order.argsort(1).gather(1, start)
-            edges = torch.nn.functional.pad((levels[:, 1:] + levels[:, :-1]) / 2, (1, 1))
-            edges[:, 0], edges[:, -1] = -torch.inf, torch.inf
-            inside = tied.clamp(edges.gather(1, place), edges.gather(1, place + 1))
-            own = table.gather(1, start)
-            gap = (levels[:, -1] - levels[:, 0]).mean() / (levels.shape[1] - 1)
-            toward = (inside - own).clamp(-2 * gap, 2 * gap)
-            self.latents[key] = (own + _TOWARD * toward).requires_grad_()
-            self.tables[key] = table.requires_grad_()
-            gaps[key] = max(float(gap), 1e-12)
-        self.groups = [
-            {"params": [values[key]], "lr": RATE * gaps[key], "top": RATE * gaps[key]}
-            for values in (self.latents, self.tables)
-            for key in self.keys
-        ]
-        self._now: dict[BlockKey, Tensor] = {}
-
-    def bits(self, key: BlockKey) -> int:
-        """Width of a block."""
-        return self._focus.widths[key.layer, key.module][key.expert]
-
-    def refresh(self) -> None:
-        """Compute the weights anew from what is trained."""
-        self._now = {key: self._weight(key) for key in self.keys}
-
-    def weight(self, key: BlockKey) -> Tensor:
-        """[N, K] as of the last `refresh`."""
-        return self._now[key].detach()
-
-    def backward(self, gradients: dict[BlockKey, Tensor]) -> None:
-        """Hand gradients at the weights [N, K] on to latents and tables."""
-        keys = list(gradients)
-        torch.autograd.backward([self._now[key] for key in keys], [gradients[key] for key in keys])
-
-    @torch.no_grad()
-    def codes(self, key: BlockKey, *, changed: bool = True) -> Tensor:
-        """[N, K] uint8 of all widths, natural order; as they were unless `changed`."""
-        below = self.most - self.bits(key)
-        kept = self._codes(key)
-        if not changed:
-            return kept
-        table, latent = self._rounded(self.tables[key]), self.latents[key]
-        found, before = self._nearest(latent, table), self._tied(kept.long() >> below, table)
-        found = torch.where(table.gather(1, found) == table.gather(1, before), before, found)
-        top, same = self._untied(found, key), self._untied(found == before, key)
-        wide = self._lut(key, self.most)
-        target, first = self._untied(latent, key), top << below
-        apart = torch.stack([
-            (wide.gather(1, first + child) - target).abs() for child in range(1 << below)
-        ])  # fmt: skip
-        return torch.where(same, kept, first + apart.argmin(0)).to(torch.uint8)
-
-    @torch.no_grad()
-    def lut(self, key: BlockKey, bits: int, *, changed: bool = True) -> Tensor:
-        """Table [N, 2^bits] in natural order; as it was unless `changed`."""
-        if bits != self.bits(key) or not changed:
-            return self._lut(key, bits)
-        table = self._rounded(self.tables[key])
-        rows = self._shapes[key.module].rows
-        return table.repeat(rows // len(table), 1)
-
-    def _weight(self, key: BlockKey) -> Tensor:
-        latent, table = self.latents[key], self.tables[key]
-        rounded = table + (self._rounded(table) - table).detach()
-        found = self._nearest(latent.detach(), rounded.detach())
-        level = rounded.gather(1, found)
-        return self._untied(level + (latent - latent.detach()), key)
-
-    def _nearest(self, latent: Tensor, table: Tensor) -> Tensor:
-        """Entries [P, n] of the table nearest to latent values."""
-        levels, order = table.sort(1)
-        middle = (levels[:, 1:] + levels[:, :-1]) / 2
-        return order.gather(1, torch.searchsorted(middle, latent))
-
-    def _rounded(self, table: Tensor) -> Tensor:
-        return table.detach().to(self.artifact.lut_dtype).float()
-
-    def _tied(self, values: Tensor, table: Tensor) -> Tensor:
-        """[N, K] -> [P, N / P * K]: rows that share a table of P rows side by side."""
-        apart = len(table)
-        return values.view(-1, apart, values.shape[1]).transpose(0, 1).reshape(apart, -1)
-
-    def _untied(self, values: Tensor, key: BlockKey) -> Tensor:
-        shape = self._shapes[key.module]
-        return values.view(len(values), -1, shape.cols).transpose(0, 1).reshape(shape.rows, -1)
-
-    def _codes(self, key: BlockKey) -> Tensor:
-        shape = self.artifact.geometry.shape(key.module)
-        data = np.empty(self.most * plane_bytes(shape.rows, shape.cols), np.uint8)
-        self.artifact.read_planes(key, 0, self.most, data)
-        words = torch.from_numpy(data.view(np.int32)).view(self.most, -1, TILE_WORDS)
-        return unpack_planes(words.to(self.device), shape.rows, shape.cols)
-
-    def _lut(self, key: BlockKey, bits: int) -> Tensor:
-        """[N, 2^bits] float32 in natural order, as the artifact has it."""
-        rows = self.artifact.geometry.shape(key.module).rows
-        lut = self.artifact.lut(key, bits)[:rows].to(self.device)
-        return bit_reverse_lut(lut).float()
-
-    def _table(self, key: BlockKey) -> Tensor:
-        """[P, C] of the planned width."""
-        whole, bits = self._lut(key, self.bits(key)), self.bits(key)
-        if self._focus.table_bytes is None:
-            return whole
-        return whole[: period(len(whole), bits, self._focus.table_bytes)].clone()
 
 
 class _Gradients(ExpertObserver):
@@ -291,14 +145,14 @@ def _draws(count: int, rng: np.random.Generator) -> Iterator[int]:
 
 def texts(
     calibration: CalibrationConfig, more: str, checkpoint: Checkpoint
-) -> tuple[str, Tensor, Tensor]:
+) -> tuple[CalibrationSet, str, Tensor, Tensor]:
     """Windows [W, S] to train on and windows held back.
 
     All windows of the calibration text, not only those that blocks were fitted on, and those of
     other text if there is any. Held back are some of the calibration text's last ones.
 
     Returns:
-        Digest of both; windows to train on; windows held back.
+        Windows that blocks are fitted on; digest of all; windows to train on; windows held back.
 
     Raises:
         ConfigError: The text is one window.
@@ -316,7 +170,9 @@ def texts(
     if more:
         others = calibration_set(replace(every, dataset=more), tokenizer, vocabulary)
         parts, digests = [*parts, others.windows], f"{digests}+{others.digest}"
-    return digests, torch.cat(parts), own.windows[-count:]
+    drawn = calibration.nsamples  # a draw of more windows begins with those of one of fewer
+    fit = CalibrationSet(own.windows[:drawn], own.documents[:drawn], own.available)
+    return fit, digests, torch.cat(parts), own.windows[-count:]
 
 
 def check_room(weights: int, device: torch.device) -> None:
@@ -378,9 +234,7 @@ def run(
         PwError: See its subclasses.
     """
     assert settings.max_bits is not None
-    calibration, tokenizer = settings.calibration, load_tokenizer(checkpoint.path)
-    samples = calibration_set(calibration, tokenizer, vocabulary_of(checkpoint))
-    digest, windows, held_back = texts(calibration, config.text, checkpoint)
+    samples, digest, windows, held_back = texts(settings.calibration, config.text, checkpoint)
     trained = {"steps": config.distill, "rate": RATE, "windows": digest}
     manifest = start.manifest
     with ArtifactWriter.open(

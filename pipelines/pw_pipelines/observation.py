@@ -10,7 +10,6 @@ Axes: P windows, B windows of a batch, S tokens of a window, H hidden, V vocabul
 
 from __future__ import annotations
 
-import ctypes
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -31,6 +30,7 @@ from pw_pipelines.precision import tensor_cores
 from pw_pipelines.progress import Advance
 from pw_pipelines.ranks import Ranks
 from pw_pipelines.savepoint import Savepoint
+from pw_pipelines.steps import Steps, trim
 
 Weights = Callable[[BlockKey], Tensor | None]  # -> [N, K], any float dtype; None = the model's own
 Loss = Callable[[int, Tensor, Tensor], Tensor]  # batch, tokens [B, S], last output -> its gradient
@@ -227,14 +227,14 @@ class ObservedModel:
         places: int,
         savepoint: Savepoint | None,
         observers: Sequence[ExpertObserver],
-    ) -> tuple[Activations, list[SharedKv], _Steps]:
+    ) -> tuple[Activations, list[SharedKv], Steps]:
         """Room for hidden states, for what layers of each batch share, and what is done already."""
         hidden, dtype = self._model.hidden_size, self._dtype
         # What layers share is in memory alone; what fits in memory is quick.
         needed = not self._model.shares_kv and needs_file(places, parts, hidden, dtype, self.device)
         if savepoint is not None and not savepoint.useful(needed):
             savepoint = None
-        steps = _Steps(savepoint, observers)
+        steps = Steps(savepoint, observers)
         keep = None if savepoint is None else savepoint.states
         states = Activations(places, parts, hidden, dtype, self.device, self._scratch, keep)
         return states, [{} for _ in parts], steps
@@ -350,55 +350,11 @@ def _given(gradient: Tensor, _ids: Tensor, _output: Tensor) -> Tensor:
     return gradient
 
 
-def trim() -> None:
-    """Give freed memory back to the system, where the C library can.
-
-    Tensors of some megabytes come and go by the thousand and leave holes; layer upon layer they
-    add up to gigabytes that are nobody's.
-    """
-    release = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if release is not None:
-        release(0)
-
-
 def _cache_bytes(device: torch.device) -> int:
     """For layers that are kept: reading them again takes as long as computing on a GPU."""
     if device.type != "cuda":
         return _CACHE_BYTES
     return int(_CACHE_SHARE * free_bytes(device))
-
-
-class _Steps:
-    """Counts the layers that are done; with a savepoint, goes on from it and saves after each."""
-
-    def __init__(self, savepoint: Savepoint | None, observers: Sequence[ExpertObserver]) -> None:
-        different = {id(observer): observer for observer in observers}
-        self._observers = list(different.values())
-        self._savepoint, self._count = savepoint, 0
-        self._done, tensors = (0, {}) if savepoint is None else savepoint.open()
-        for name, tensor in self._measured().items() if self._done else ():
-            tensor.copy_(tensors[name])
-
-    def skip(self) -> bool:
-        """Whether the next step is done already; counts it if so."""
-        if self._count >= self._done:
-            return False
-        self._count += 1
-        return True
-
-    def finish(self) -> None:
-        """Record a step."""
-        trim()
-        self._count += 1
-        if self._savepoint is not None:
-            self._savepoint.save(self._count, self._measured())
-
-    def _measured(self) -> dict[str, Tensor]:
-        return {
-            f"{index}.{name}": tensor
-            for index, observer in enumerate(self._observers)
-            for name, tensor in observer.state().items()
-        }
 
 
 def batches(windows: Tensor, device: torch.device = CPU) -> Iterator[Tensor]:

@@ -210,7 +210,7 @@ def tune(
     distill: Annotated[
         int,
         typer.Option(
-            help="Then train codes and tables for so many steps; 400 are a minute of a large GPU."
+            help="Then train codes and tables on the divergence, so many steps; 300 on a GPU."
         ),
     ] = TuneConfig.distill,
     text: Annotated[
@@ -228,8 +228,8 @@ def tune(
     """Make an artifact again with codebooks fitted for the widths that the planner gives.
 
     Less loss at the same bytes where widths are planned; fixed widths gain less, wide ones lose a
-    little. Stopped at any moment, the same command goes on where it was. Several processes share
-    the work, as with `pw calibrate`.
+    little. Stopped at any moment, the same command goes on where it was (a training begins anew).
+    Several processes share the work, as with `pw calibrate`, but for the training.
     """
     from pw_pipelines import tune as stage
     from pw_pipelines.ranks import Ranks

@@ -11,11 +11,14 @@ from pw.config import QuantizeConfig, TuneConfig
 from pw.errors import ConfigError
 from pw.models.checkpoint import Checkpoint
 from pw.models.dequantized import DequantizedBlocks
+from pw.models.tokenizer import load_tokenizer
 from pw.store.artifact import Artifact
 from pw.store.verify import verify
-from pw_pipelines import distill, quantize, sensitivity, tune
-from pw_pipelines.distill import Blocks, Distillation
+from pw_pipelines import distill, latents, quantize, sensitivity, tune
+from pw_pipelines.calibration import calibration_set
+from pw_pipelines.distill import Distillation
 from pw_pipelines.focus import Focus, plan_focus
+from pw_pipelines.latents import Blocks
 from pw_pipelines.observation import ObservedModel
 from pw_pipelines.ranks import Ranks
 from support.offline import QUIET, calibration, random_checkpoint, tree_digests
@@ -58,7 +61,7 @@ def training(source: Path, fitted: Path, focus: Focus) -> tuple[Blocks, Distilla
     model, artifact = ObservedModel(checkpoint, dtype=torch.float32), Artifact.open(fitted)
     blocks = Blocks(artifact, checkpoint, focus, CPU)
     settings = QuantizeConfig(calibration=calibration(source.parent, 40, 32)).calibration
-    windows = distill.texts(settings, "", checkpoint)[1]
+    windows = distill.texts(settings, "", checkpoint)[2]
     return blocks, Distillation(model, blocks, 6), windows
 
 
@@ -165,7 +168,7 @@ def test_a_second_run_finds_its_work_done_and_a_stopped_one_ends_with_the_same_b
 def test_without_gain_codes_and_tables_stay_as_they_were_fitted(
     source: Path, fitted: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(distill, "RATE", 100.0)
+    monkeypatch.setattr(latents, "RATE", 100.0)
     out = source.with_name("worse.pw")
     tune.run(source, out, STEPS, QUIET)
     same = [tree_digests(folder / name) for folder in (out, fitted) for name in ("planes.zarr",)]
@@ -193,8 +196,11 @@ def test_other_text_is_trained_on_beside_the_calibration_text(source: Path) -> N
     more = source.with_name("more.txt")
     more.write_text("A text of other words, again and again. " * 200, "utf-8")
     alone, both = (distill.texts(text, name, checkpoint) for name in ("", str(more)))
-    assert len(both[1]) > len(alone[1])
-    assert torch.equal(both[1][: len(alone[1])], alone[1])
-    assert torch.equal(both[2], alone[2])
-    assert both[0] != alone[0]
-    assert not (alone[1][:, None] == alone[2]).all(2).any()  # held back is held back
+    fit, others = alone[0], both[2]
+    assert len(others) > len(alone[2])
+    assert torch.equal(others[: len(alone[2])], alone[2])
+    assert torch.equal(both[3], alone[3])
+    assert both[1] != alone[1]
+    assert not (alone[2][:, None] == alone[3]).all(2).any()  # held back is held back
+    drawn = calibration_set(text, load_tokenizer(checkpoint.path))
+    assert fit.digest == both[0].digest == drawn.digest  # what blocks are fitted on, as ever
