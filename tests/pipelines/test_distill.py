@@ -204,3 +204,11 @@ def test_other_text_is_trained_on_beside_the_calibration_text(source: Path) -> N
     assert not (alone[2][:, None] == alone[3]).all(2).any()  # held back is held back
     drawn = calibration_set(text, load_tokenizer(checkpoint.path))
     assert fit.digest == both[0].digest == drawn.digest  # what blocks are fitted on, as ever
+
+
+@pytest.mark.gpu
+def test_a_gpu_trains_as_well(source: Path) -> None:
+    out = source.with_name("on-a-gpu.pw")
+    tune.run(source, out, STEPS, QUIET, device="cuda")
+    found = Artifact.open(out).manifest.stages["quantize"].report["divergence"]
+    assert found["after"] < 0.95 * found["before"]
