@@ -30,6 +30,7 @@ from pw_kernels import (
     splits,
     step,
     triton_attention,
+    triton_likeliest,
     triton_moe,
     triton_step,
 )
@@ -196,6 +197,8 @@ def steps() -> None:
             near(one, other, getattr(call, "__name__", "rotate_store"))
     triton_step.write_kv(k, k, *pages, slots)
     near(pages[0].flatten(0, 1)[slots[:3]], k[:3], "write_kv")
+    logits = torch.randn(3, 9000).cuda()
+    near(triton_likeliest.likeliest(logits, 9000), logits.argmax(1), "likeliest")
 
 
 def offline() -> None:
