@@ -115,6 +115,23 @@ def test_pages_left_of_a_window_are_not_read() -> None:
     assert torch.equal(cache.attend(attention, window=9), want)
 
 
+@pytest.mark.parametrize("enough", [0, 256])  # tiles at which prompts are not split
+@pytest.mark.parametrize("window", [None, 50])
+def test_no_entry_that_means_nothing_is_followed(
+    window: int | None, enough: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a table's row: entries after the last token, left of a window, of no queries."""
+    monkeypatch.setattr(attention, "ENOUGH_PROGRAMS", enough)
+    lengths, queries = [700, 20, 131, 64, 9], [150, 1, 131, 0, 2]
+    cache = Cache(lengths, queries, spare_queries=1)
+    want = cache.attend(attention, window=window)
+    for row, length, count in zip(cache.block_tables, lengths, queries, strict=True):
+        row[-(-length // 8) if count else 0 :] = 1 << 30
+        if window is not None:
+            row[: max(0, length - count - window + 1) // 8] = -1
+    assert torch.equal(cache.attend(attention, window=window), want)
+
+
 @pytest.mark.parametrize("softcap", [None, 2.0])
 def test_softcap_and_sinks(softcap: float | None) -> None:
     sinks = torch.randn(4, device=DEVICE)
