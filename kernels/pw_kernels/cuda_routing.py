@@ -116,6 +116,8 @@ def route(
     groups = min(count, count // size + experts)
     sizes = [8 * groups, 8 * groups, size * groups, count, experts, groups + _QUEUES]
     scratch = torch.empty(sum(sizes), dtype=torch.int32, device=device)
+    if nvrtc.rehearsing():
+        scratch.fill_(-1)  # no group has an expert: Triton's kernels do run, and read these lists
     gate_up, down, slots, ranks, counts, progress = torch.split(scratch, sizes)
     ids, weights = topk_ids.contiguous(), topk_weights.float().contiguous()
     threads = max(128, min(1024, _power_of_two(max(experts, count))))

@@ -91,7 +91,7 @@ class Kernel:
                 launch), as soon as all blocks of that one allow it; the kernel itself waits for
                 what it reads. Without effect before compute capability 9.0.
         """
-        rehearsal: Rehearsal | None = getattr(_thread, "rehearsal", None)
+        rehearsal = _rehearsal()
         if rehearsal is not None:
             rehearsal.note(self)
             return
@@ -117,7 +117,8 @@ class Rehearsal:
 
     While it is entered, kernels that its thread launches do not run: each is handed to a pool of
     threads, which compile and load it. What such kernels would have written is whatever memory
-    held. Leaving it waits for all. One that does not compile says so when it is launched.
+    held, so lists that other kernels follow to addresses are made empty (`rehearsing`). Leaving it
+    waits for all. One that does not compile says so when it is launched.
 
     Attributes:
         compiled: Kernels that were not in the user's cache.
@@ -144,6 +145,21 @@ class Rehearsal:
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
         _thread.rehearsal = None
         self._pool.shutdown(cancel_futures=error is not None)
+
+
+def rehearsing() -> bool:
+    """Whether kernels of this module that are launched now will not run."""
+    return _rehearsal() is not None
+
+
+def _rehearsal() -> Rehearsal | None:
+    entered: Rehearsal | None = getattr(_thread, "rehearsal", None)
+    return entered
+
+
+def rehearses() -> bool:
+    """Whether this thread is in a `Rehearsal`: what its kernels would write is left as it was."""
+    return getattr(_thread, "rehearsal", None) is not None
 
 
 @cache

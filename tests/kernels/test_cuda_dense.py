@@ -71,3 +71,15 @@ def test_padding_is_zero_and_a_graph_follows_its_inputs(dtype: torch.dtype) -> N
     graph.replay()
     assert_near(out[:5], call(dense.dense_moe)[:5])
     assert not out[5:].any()
+
+
+def test_a_rehearsal_reads_no_lists_that_nobody_wrote() -> None:
+    """Routing is not run there, the products behind it are."""
+    nvrtc = pytest.importorskip("pw_kernels.nvrtc")
+    call = Call(8)
+    for size in (8, 12, 16, 20):  # what is freed is given out again, as it was left
+        torch.full((1 << size,), 0x3FFFFFF0, dtype=torch.int32, device="cuda")
+    with nvrtc.Rehearsal():
+        call()
+    torch.cuda.synchronize()
+    assert_near(call(), call(dense.dense_moe))
