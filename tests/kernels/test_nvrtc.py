@@ -7,10 +7,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 nvrtc = pytest.importorskip(
     "pw_kernels.nvrtc", reason="needs cuda-bindings, as torch's CUDA builds"
 )
+cuda_routing = pytest.importorskip("pw_kernels.cuda_routing")
 
 
 class Driver:
@@ -96,6 +98,22 @@ def test_a_rehearsal_compiles_side_by_side_and_launches_nothing(
     with nvrtc.Rehearsal() as rehearsal:  # what is kept is loaded, not compiled
         make(1)[0].launch((1,), 32, 0)
     assert rehearsal.compiled == 0
+
+
+def test_lists_of_groups_are_empty_in_a_rehearsal(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Triton's grouped kernel runs there, and would follow what memory held to any address."""
+    monkeypatch.setattr(nvrtc, "compile_source", lambda *_: b"code")
+    monkeypatch.setattr(cuda_routing, "kernel", lambda *_: make(8)[0])
+    monkeypatch.setattr(torch, "empty", lambda *size, **how: torch.full(size, 1 << 20, **how))
+    ids, weights = torch.tensor([[0, 2], [1, 2]]), torch.ones(2, 2)
+    zeros = torch.zeros(3, dtype=torch.int32)
+    plain = SimpleNamespace(experts=3, bits=zeros, lut_offset=zeros, possible_widths=(0, 0))
+    with nvrtc.Rehearsal():
+        routed = cuda_routing.route(ids, weights, (plain, plain), 16, 0, None)
+    assert driver.launches == 0
+    assert all((work == -1).all() for work in routed.work)
 
 
 def test_what_does_not_compile_says_so_at_its_launch(
