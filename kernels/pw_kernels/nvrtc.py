@@ -157,11 +157,6 @@ def _rehearsal() -> Rehearsal | None:
     return entered
 
 
-def rehearses() -> bool:
-    """Whether this thread is in a `Rehearsal`: what its kernels would write is left as it was."""
-    return getattr(_thread, "rehearsal", None) is not None
-
-
 @cache
 def _overlap() -> Any:
     attribute = driver.CUlaunchAttribute()
