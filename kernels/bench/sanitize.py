@@ -159,7 +159,7 @@ def few_rows(form: str) -> None:
 
 
 def attention(kernels: Any = cuda_attention) -> None:
-    for heads, kv_heads, size, window in ((2, 2, 128, None), (4, 2, 64, 300), (4, 1, 512, None)):
+    for heads, kv_heads, size, window in ((2, 2, 128, None), (4, 2, 64, 300), (4, 1, 256, None)):
         lengths = [700, 1, 130, 20]
         tables = torch.randperm(4 * 175 + 3)[: 4 * 175].int().view(4, 175).cuda()
         arena = torch.randn(4 * 175 + 3, 2, 4, kv_heads, size).bfloat16().cuda()

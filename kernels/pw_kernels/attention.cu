@@ -4,20 +4,22 @@
 //   FLOAT16        1: queries, keys and values are fp16; 0: bf16
 //   HEADS, GROUP   heads that an item may be of; query heads of each, 8 at most
 //   SHARE          of these heads that have a key head in common
-//   SIZE           of a head: 64, 128, 256 or 512;  TOKENS: of a page
-//   WARPS, BLOCKS  warps of a block; blocks of a multiprocessor
+//   SIZE           of a head: 64, 128 or 256;  TOKENS: of a page
+//   WARPS, BLOCKS  warps of a block that multiply (one more ends items); blocks of a multiprocessor
 //   UNITS          copies that a warp has room for
 //   PART           keys of a part; each is computed alone, so that a result does not depend on who computes it
 //   WINDOW, SOFTCAP, SINKS   1: there is one
 //
-// An item is a part of one query's keys at one such head. Every block makes the list of all items from the lengths and takes
-// every gridDim-th. Its warps share an item's tiles of 16 keys. The matrix unit multiplies keys [16 keys x 16 columns] by
-// queries [16 columns x 8 heads], and values [16 columns x 16 keys] by weights [16 keys x 8 heads].
+// An item is a part of one query's keys at one such head; parts begin at the first key that the query sees. Every block
+// makes the list of all items from the lengths and takes every gridDim-th. Its warps share an item's tiles of 16 keys. The
+// matrix unit multiplies keys [16 keys x 16 columns] by queries [16 columns x 8 heads], and values [16 columns x 16 keys] by
+// weights [16 keys x 8 heads].
 //
 // What a warp reads comes in units of 16 rows of up to 128 columns: the queries of an item, then the keys and the values of
-// each of its tiles. It copies them for itself, UNITS - 1 ahead, across items, so it waits for others only where parts end.
-// The parts of a query are merged by the block that ends last, in a fixed order. It knows that it is the last when it ends
-// its next item, so that nobody waits for the word.
+// each of its tiles. It copies them for itself, UNITS - 1 ahead, across items. When it has no more tiles of an item it leaves
+// its sums in shared memory and goes on with the next; it waits for others only if they are a whole item behind. The last
+// warp adds up what the others leave, writes it, and says that the part is done; who says so last merges all parts of the
+// query, in a fixed order.
 
 #include "common.cuh"
 
@@ -67,12 +69,13 @@ struct Arguments {
   float scale, softcap;
 };
 
-constexpr int THREADS = 32 * WARPS, TILE = 16, COLS = SIZE < 128 ? SIZE : 128, SEGMENTS = SIZE / COLS, CHUNKS = COLS / 8;
+constexpr int THREADS = 32 * (WARPS + 1), TILE = 16, COLS = SIZE < 128 ? SIZE : 128, SEGMENTS = SIZE / COLS, CHUNKS = COLS / 8;
 constexpr int UNIT = TILE * COLS * 2, STEPS = COLS / 16, VALUE_ROW = SIZE + 4;   // bytes; of 16 columns; floats, in other banks
-constexpr int MERGED = 16;                                      // parts on their way
+constexpr int MERGED = 8;                                       // parts on their way
 constexpr float LOG2E = 1.4426950408889634f, LOWEST = -1.0e30f, ABSENT = -3.0e38f;
 constexpr int RING = WARPS * UNITS * UNIT, VALUES = WARPS * GROUP * VALUE_ROW;
-// [WARPS, UNITS] units; [WARPS, GROUP] values, maximum and sum of a part; a word; of T tokens: parts before, positions, sequences
+// [WARPS, UNITS] units; [WARPS, GROUP] values, maximum and sum of a part; two barriers; whether the last part of a query came;
+// of T tokens: parts before, positions, sequences
 extern __shared__ __align__(128) unsigned char dynamic[];
 
 DI float shuffled(float v, int lane) { return __uint_as_float(__shfl_sync(~0u, __float_as_uint(v), lane)); }
@@ -82,6 +85,15 @@ DI u32 place(int row, int chunk, int chunks) { return (row * chunks + (chunk ^ (
 
 struct Part {
   int token, head, number, from, until;                         // keys
+  DI int tiles() const { return (until - from + TILE - 1) / TILE; }
+};
+
+// Tiles are dealt to warps in turn, on from item to item: a warp's place in an item is the number of its first tile.
+struct Deal {
+  int first;                                                    // warp
+  DI Deal() : first(0) {}
+  DI int place(int warp) const { return warp >= first ? warp - first : warp - first + WARPS; }
+  DI void next(const Part& part) { first = (u32)(first + part.tiles()) % WARPS; }
 };
 
 // All items: those of a token follow each other, and the heads of a part.
@@ -89,9 +101,9 @@ struct Work {
   int *before, *position, *sequence;                            // [T + 1], [T], [T]; -1: of no sequence
   int total;
   DI int low(const Arguments& a, int token) const { return WINDOW ? max(0, position[token] + 1 - a.window) : 0; }
-  DI int parts(const Arguments& a, int token) const { return position[token] / PART + 1 - low(a, token) / PART; }
+  DI int parts(const Arguments& a, int token) const { return (position[token] - low(a, token)) / PART + 1; }
   DI Work(const Arguments& a, int lane, int warp) {
-    before = (int*)dynamic + RING / 4 + VALUES + 2 * WARPS * GROUP + 1;
+    before = (int*)dynamic + RING / 4 + VALUES + 2 * WARPS * GROUP + 5;
     position = before + a.tokens + 1, sequence = position + a.tokens;
     int *starts = (int*)dynamic, *lengths = starts + a.sequences + 1;   // no unit is on its way yet
     for (int b = threadIdx.x; b <= a.sequences; b += THREADS) {
@@ -135,8 +147,8 @@ struct Work {
       token += __popc(votes);
       if (votes != ~0u) break;
     }
-    int number = low(a, token) / PART + row - before[token];
-    return {token, item % HEADS, number, max(low(a, token), number * PART), min(position[token] + 1, (number + 1) * PART)};
+    int number = row - before[token], from = low(a, token) + number * PART;
+    return {token, item % HEADS, number, from, min(position[token] + 1, from + PART)};
   }
 };
 
@@ -145,6 +157,8 @@ struct Tile {
   Part part;
   int item, key, page;
   bool first;                                                   // of the warp in its part
+  Deal deal;
+  DI Tile() : item((int)blockIdx.x - (int)gridDim.x), key(0), page(0), first(true) { part.from = part.until = 0; }
 };
 
 // The copies of a warp: one unit after the other, and the pages of the next tile.
@@ -156,18 +170,17 @@ struct Copies {
     while (tile.key >= tile.part.until) {
       tile.item += gridDim.x, tile.first = true;
       if (tile.item >= work.total) return;
+      tile.deal.next(tile.part);
       tile.part = work.part(a, tile.item, lane);
-      tile.key = tile.part.from / TILE * TILE + warp * TILE;
+      tile.key = tile.part.from + tile.deal.place(warp) * TILE;
     }
-    int key = min(max(tile.key + lane % TILE, tile.part.from), tile.part.until - 1);
+    int key = min(tile.key + lane % TILE, tile.part.until - 1);
     tile.page = load_int(a.tables + (u64)work.sequence[tile.part.token] * a.table_row + key / TOKENS);
   }
-  DI Copies(const Arguments& a, const Work& work, int lane, int warp) {
-    now.item = (int)blockIdx.x - (int)gridDim.x, now.key = now.part.until = 0;
+  DI Copies(const Arguments& a, const Work& work, int lane, int warp) : unit(-1) {
     follow(a, work, now, lane, warp);
     later = now;
     if (later.item < work.total) follow(a, work, later, lane, warp);
-    unit = -1;
   }
   DI void copy(const Arguments& a, const Work& work, u32 to, int lane, int warp) {
     if (now.item < work.total) {
@@ -184,7 +197,7 @@ struct Copies {
         u32 page_step = keys ? a.k_page : a.v_page, token_step = keys ? a.k_token : a.v_token;
         const u16* from = (keys ? a.k_pages + part.head / SHARE * (u64)a.k_head : a.v_pages + part.head / SHARE * (u64)a.v_head) + column;
         UNROLL for (int j = 0; j < TILE; j += 32 / CHUNKS) {
-          int row = j + lane / CHUNKS, key = min(max(now.key + row, part.from), part.until - 1);
+          int row = j + lane / CHUNKS, key = min(now.key + row, part.until - 1);
           u32 page = __shfl_sync(~0u, now.page, row);
           copy_async(to + place(row, chunk, CHUNKS), (u64)(from + (u64)page * page_step + (u32)(key % TOKENS) * token_step));
         }
@@ -206,8 +219,9 @@ struct Result {
   DI Result() : peak(LOWEST), mass(0), sum{0, 0, 0, 0} {}
   DI void add(float other_peak, float other_mass, float4 other) {
     float higher = max(peak, other_peak), shrink = exp2_fast(peak - higher), grow = exp2_fast(other_peak - higher);
-    peak = higher, mass = mass * shrink + other_mass * grow;
-    sum = {sum.x * shrink + other.x * grow, sum.y * shrink + other.y * grow, sum.z * shrink + other.z * grow, sum.w * shrink + other.w * grow};
+    auto mixed = [&](float mine, float of_other) { return fmaf(of_other, grow, mine * shrink); };   // in all callers alike
+    peak = higher, mass = mixed(mass, other_mass);
+    sum = {mixed(sum.x, other.x), mixed(sum.y, other.y), mixed(sum.z, other.z), mixed(sum.w, other.w)};
   }
   DI void finish(const Arguments& a, int token, int query_head, int column) {
 #if SINKS
@@ -222,68 +236,117 @@ struct Result {
 struct Shared {
   float *values, *extremes;
   DI Shared() : values((float*)(dynamic + RING)), extremes(values + VALUES) {}
-  DI void put(int warp, int g, int column, const Result& result) const {
-    *(float4*)(values + (warp * GROUP + g) * VALUE_ROW + column) = result.sum;
-    if (column == 0) extremes[(warp * GROUP + g) * 2] = result.peak, extremes[(warp * GROUP + g) * 2 + 1] = result.mass;
+  DI void put(int row, int g, int column, const Result& result) const {
+    *(float4*)(values + (row * GROUP + g) * VALUE_ROW + column) = result.sum;
+    if (column == 0) extremes[(row * GROUP + g) * 2] = result.peak, extremes[(row * GROUP + g) * 2 + 1] = result.mass;
   }
-  // All of them, in order, as an answer or as one part of several.
-  DI void gather(const Arguments& a, const Part& part, int warps, bool answer) const {
-    for (int i = threadIdx.x; i < GROUP * SIZE / 4; i += THREADS) {
-      int g = i / (SIZE / 4), column = i % (SIZE / 4) * 4, query_head = part.head * GROUP + g;
-      Result result;
-      UNROLL for (int n = 0; n < WARPS; n++)
-        if (n < warps) {
-          const float* extreme = extremes + (n * GROUP + g) * 2;
-          result.add(extreme[0], extreme[1], *(const float4*)(values + (n * GROUP + g) * VALUE_ROW + column));
-        }
-      if (answer) {
-        result.finish(a, part.token, query_head, column);
-      } else {
-        u64 at = ((u64)part.token * (HEADS * GROUP) + query_head) * a.parts + part.number;
-        *(float4*)(a.partial + at * SIZE + column) = result.sum;
-        if (column == 0) *(float2*)(a.extremes + at * 2) = {result.peak, result.mass};
+  // The first rows of four columns of a head, in order.
+  DI Result sum(int rows, int g, int column) const {
+    Result result;
+    UNROLL for (int n = 0; n < WARPS; n++)
+      if (n < rows) {
+        const float* extreme = extremes + (n * GROUP + g) * 2;
+        result.add(extreme[0], extreme[1], *(const float4*)(values + (n * GROUP + g) * VALUE_ROW + column));
       }
-    }
-  }
-  // All parts of a query at one head of items. A warp takes 128 columns, or one of several shares of their parts.
-  DI void merge(const Arguments& a, const Work& work, const Part& part, int lane, int warp) const {
-    constexpr int COLUMNS = GROUP * SIZE / 4, SHARES = COLUMNS <= 32 ? WARPS : COLUMNS <= 64 ? WARPS / 2 : 1;
-    int first = work.low(a, part.token) / PART, parts = work.parts(a, part.token), share = warp % SHARES;
-    ROLLED for (int i = warp / SHARES * 32 + lane; i < COLUMNS; i += WARPS / SHARES * 32) {
-      int g = i / (SIZE / 4), column = i % (SIZE / 4) * 4;
-      u64 at = ((u64)part.token * (HEADS * GROUP) + part.head * GROUP + g) * a.parts + first;
-      Result result;
-      ROLLED for (int n = share; n < parts; n += SHARES * MERGED) {
-        float2 extremes_of[MERGED];
-        float4 values_of[MERGED];
-        UNROLL for (int m = 0; m < MERGED; m++) {
-          u64 from = at + min(n + m * SHARES, parts - 1);
-          extremes_of[m] = load_pair(a.extremes + from * 2), values_of[m] = load_four(a.partial + from * SIZE + column);
-        }
-        UNROLL for (int m = 0; m < MERGED; m++)
-          if (n + m * SHARES < parts) result.add(extremes_of[m].x, extremes_of[m].y, values_of[m]);
-      }
-      put(share, g, column, result);
-    }
-    __syncthreads();
-    gather(a, part, min(SHARES, parts), true);
-    __syncthreads();
+    return result;
   }
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attention(Arguments a) {
-  int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-  let_next_begin();
-  wait_for_earlier();
-  Work work(a, lane, warp);
+// What one warp does when an item is computed: its sum over the warps is an answer, or one part of several.
+DI void write_item(const Arguments& a, const Shared& shared, const Part& part, int rows, bool answer, int lane) {
+  ROLLED for (int i = lane; i < GROUP * SIZE / 4; i += 32) {
+    int g = i / (SIZE / 4), column = i % (SIZE / 4) * 4, query_head = part.head * GROUP + g;
+    Result result = shared.sum(rows, g, column);
+    if (answer) {
+      result.finish(a, part.token, query_head, column);
+    } else {
+      u64 at = ((u64)part.token * (HEADS * GROUP) + query_head) * a.parts + part.number;
+      *(float4*)(a.partial + at * SIZE + column) = result.sum;
+      if (column == 0) *(float2*)(a.extremes + at * 2) = {result.peak, result.mass};
+    }
+  }
+}
+
+// Every STEP-th part, from `first` on, of four columns of a query head.
+template <int STEP> DI Result merged(const Arguments& a, const Part& part, int parts, int first, int g, int column) {
+  u64 at = ((u64)part.token * (HEADS * GROUP) + part.head * GROUP + g) * a.parts;
+  Result result;
+  ROLLED for (int n = first; n < parts; n += STEP * MERGED) {
+    float2 extremes[MERGED];
+    float4 values[MERGED];
+    UNROLL for (int m = 0; m < MERGED; m++) {
+      u64 from = at + min(n + m * STEP, parts - 1);
+      extremes[m] = load_pair(a.extremes + from * 2), values[m] = load_four(a.partial + from * SIZE + column);
+    }
+    UNROLL for (int m = 0; m < MERGED; m++)
+      if (n + m * STEP < parts) result.add(extremes[m].x, extremes[m].y, values[m]);
+  }
+  return result;
+}
+
+// All parts of a query at one head of items, in an order that does not depend on who merges: SHARES sums, then theirs.
+constexpr int COLUMNS = GROUP * SIZE / 4, SHARES = COLUMNS <= 32 ? WARPS : COLUMNS <= 64 ? WARPS / 2 : 1;
+DI void merge_alone(const Arguments& a, const Part& part, int parts, int lane) {
+  ROLLED for (int i = lane; i < COLUMNS; i += 32) {
+    int g = i / (SIZE / 4), column = i % (SIZE / 4) * 4;
+    Result result;
+    ROLLED for (int share = 0; share < min(SHARES, parts); share++) {
+      Result other = merged<SHARES>(a, part, parts, share, g, column);
+      result.add(other.peak, other.mass, other.sum);
+    }
+    result.finish(a, part.token, part.head * GROUP + g, column);
+  }
+}
+// The same by all warps but the last, which comes along.
+DI void merge_together(const Arguments& a, const Shared& shared, const Part& part, int parts, int lane, int warp) {
+  ROLLED for (int i = warp / SHARES * 32 + lane; i < COLUMNS && warp < WARPS; i += WARPS / SHARES * 32) {
+    int g = i / (SIZE / 4), column = i % (SIZE / 4) * 4;
+    Result result = merged<SHARES>(a, part, parts, warp % SHARES, g, column);
+    if (SHARES == 1) result.finish(a, part.token, part.head * GROUP + g, column);
+    else shared.put(warp % SHARES, g, column, result);
+  }
+  __syncthreads();
+  for (int i = threadIdx.x; i < COLUMNS && SHARES > 1; i += THREADS) {
+    int g = i / (SIZE / 4), column = i % (SIZE / 4) * 4;
+    shared.sum(min(SHARES, parts), g, column).finish(a, part.token, part.head * GROUP + g, column);
+  }
+}
+
+// The warp that ends the items of its block; whether the parts of the last are to be merged, too.
+DI bool end_items(const Arguments& a, const Work& work, const Shared& shared, u32 left, u32 taken, int lane) {
+  u32 parity = 0, last = 0;
+  ROLLED for (int item = blockIdx.x; item < work.total; item += gridDim.x, parity ^= 1) {
+    Part part = work.part(a, item, lane);
+    int rows = min(WARPS, part.tiles()), parts = work.parts(a, part.token);
+    barrier_wait(left, parity);
+    write_item(a, shared, part, rows, parts == 1, lane);
+    barrier_arrive(taken);
+    last = 0;
+    if (parts > 1) {
+      u32* arrived = a.arrived + part.token * HEADS + part.head;
+      __threadfence();
+      __syncwarp();
+      if (lane == 0) {
+        last = atomicAdd(arrived, 1) == (u32)parts - 1;
+        if (last) *arrived = 0;
+      }
+      last = __shfl_sync(~0u, last, 0);
+      if (last) {
+        __threadfence();
+        if (item + (int)gridDim.x < work.total) merge_alone(a, part, parts, lane);
+      }
+    }
+  }
+  return last;
+}
+
+// One of the warps that multiply.
+DI void compute_items(const Arguments& a, const Work& work, const Shared& shared, u32 left, u32 taken, int lane, int warp) {
   Copies copies(a, work, lane, warp);
-  u32 ring = (u32)__cvta_generic_to_shared(dynamic) + warp * (UNITS * UNIT);
-  Shared shared;
-  u32* last = (u32*)(shared.extremes + 2 * WARPS * GROUP);
-  Part done;                                                    // that may be the last of its query
-  bool waiting = false;
+  u32 ring = (u32)__cvta_generic_to_shared(dynamic) + warp * (UNITS * UNIT), parity = 0;
   ROLLED for (int i = 0; i < UNITS - 1; i++) copies.copy(a, work, ring + i * UNIT, lane, warp);
   int slot = 0;
+  Deal deal;
   // The next unit; where the one before it was, another may come.
   auto take = [&]() -> u32 {
     wait<UNITS - 2>();
@@ -293,16 +356,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attention(Argument
     slot = slot == UNITS - 1 ? 0 : slot + 1;
     return here;
   };
-  for (int token = blockIdx.x; token < a.tokens; token += gridDim.x)
-    for (int i = threadIdx.x; work.sequence[token] < 0 && i < HEADS * GROUP * SIZE; i += THREADS)
-      a.out[(u64)token * (HEADS * GROUP * SIZE) + i] = 0;
-  for (int item = blockIdx.x; item < work.total; item += gridDim.x) {
+  ROLLED for (int item = blockIdx.x; item < work.total; item += gridDim.x, parity ^= 1) {
     Part part = work.part(a, item, lane);
-    int first_key = part.from / TILE * TILE, key = first_key + warp * TILE;
+    int mine = deal.place(warp), key = part.from + mine * TILE;
     int row = lane % 16, value_row = lane % 8 + lane / 16 * 8;
     float sum[SIZE / 16][4], peak[2] = {LOWEST, LOWEST}, mass[2] = {0, 0};   // [16 columns x 8 heads]; heads 2 * (lane % 4) and the next
     UNROLL for (int i = 0; i < SIZE / 16; i++) UNROLL for (int j = 0; j < 4; j++) sum[i][j] = 0;
-    if (key < part.until) {
+    bool has_tiles = key < part.until;
+    if (has_tiles) {
       u32 q[SIZE / 8], here = take();
       UNROLL for (int i = 0; i < SIZE / 32; i++)
         load_rows(q + 4 * i, here + place(min(lane % 8, GROUP - 1), 4 * i + lane / 8, SIZE / 8));
@@ -324,7 +385,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attention(Argument
           score = a.softcap * (2.0f / (1.0f + exp2_fast(-2.0f * LOG2E * (score / a.softcap))) - 1.0f);
 #endif
           int at = key + lane / 4 + i / 2 * 8;
-          weight[i] = at >= part.from && at < part.until ? score * LOG2E : ABSENT;
+          weight[i] = at < part.until ? score * LOG2E : ABSENT;
         }
         UNROLL for (int h = 0; h < 2; h++) {
           float higher = max(weight[h], weight[2 + h]);
@@ -346,30 +407,45 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attention(Argument
           }
         }
       }
+    }
+    if (item != (int)blockIdx.x) barrier_wait(taken, parity ^ 1);   // the item before
+    if (has_tiles) {
       UNROLL for (int h = 0; h < 2; h++) {
         UNROLL for (int step = 4; step < 32; step *= 2) mass[h] += shuffled(mass[h], lane ^ step);
         int g = lane % 4 * 2 + h;
         if (g < GROUP) {
-          float* to = shared.values + (warp * GROUP + g) * VALUE_ROW + lane / 4;
+          float* to = shared.values + (mine * GROUP + g) * VALUE_ROW + lane / 4;
           UNROLL for (int i = 0; i < SIZE / 16; i++) to[16 * i] = sum[i][h], to[16 * i + 8] = sum[i][2 + h];
-          if (lane < 4) shared.extremes[(warp * GROUP + g) * 2] = peak[h], shared.extremes[(warp * GROUP + g) * 2 + 1] = mass[h];
+          if (lane < 4) shared.extremes[(mine * GROUP + g) * 2] = peak[h], shared.extremes[(mine * GROUP + g) * 2 + 1] = mass[h];
         }
       }
     }
-    __syncthreads();
-    bool merges = waiting && *last;
-    int warps = min(WARPS, (part.until - first_key + TILE - 1) / TILE), parts = work.parts(a, part.token);
-    shared.gather(a, part, warps, parts == 1);
-    __syncthreads();
-    if (merges) shared.merge(a, work, done, lane, warp);
-    done = part, waiting = parts > 1;
-    if (waiting && lane == 0 && warp == item / (int)gridDim.x % WARPS) {   // what the others wrote is there for the fence, too
-      u32* arrived = a.arrived + part.token * HEADS + part.head;
-      __threadfence();
-      *last = atomicAdd(arrived, 1) == (u32)parts - 1;
-      if (*last) { *arrived = 0; __threadfence(); }
-    }
+    barrier_arrive(left);
+    deal.next(part);
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attention(Arguments a) {
+  int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  Shared shared;
+  u32 left = (u32)__cvta_generic_to_shared(shared.extremes + 2 * WARPS * GROUP), taken = left + 8;
+  u32* last = (u32*)(shared.extremes + 2 * WARPS * GROUP + 4);
+  let_next_begin();
+  if (threadIdx.x == 0) barrier_init(left, 32 * WARPS), barrier_init(taken, 32);
+  wait_for_earlier();
+  Work work(a, lane, warp);
+  for (int token = blockIdx.x; token < a.tokens; token += gridDim.x)
+    for (int i = threadIdx.x; work.sequence[token] < 0 && i < HEADS * GROUP * SIZE; i += THREADS)
+      a.out[(u64)token * (HEADS * GROUP * SIZE) + i] = 0;
+  if (warp == WARPS) {
+    bool merges = end_items(a, work, shared, left, taken, lane);
+    if (lane == 0) *last = merges;
+  } else {
+    compute_items(a, work, shared, left, taken, lane, warp);
   }
   __syncthreads();
-  if (waiting && *last) shared.merge(a, work, done, lane, warp);
+  if (*last) {
+    Part part = work.part(a, ((work.total - 1 - (int)blockIdx.x) / (int)gridDim.x) * (int)gridDim.x + (int)blockIdx.x, lane);
+    merge_together(a, shared, part, work.parts(a, part.token), lane, warp);
+  }
 }

@@ -7,13 +7,14 @@ from dataclasses import dataclass
 
 import torch
 
-SIZES = (64, 128, 512)  # of a head; at 256 the Triton form is faster
+SIZES = (64, 128, 256)  # of a head; at 512 the Triton form is faster
 MOST_GROUP = 8  # query heads of an item: columns of an instruction of the matrix unit
 MOST_TOKENS = 512  # whose places in the list of items have room in shared memory
 _MOST_SHARE = 2
 _UNIT_ROWS, _UNIT_COLS = 16, 128
 _SHARED_BYTES, _RESERVED_BYTES = 228 << 10, 1 << 10  # of a multiprocessor (Hopper), of each block
-_FEWER_TOKENS, _FEW_TOKENS = 2, 8
+_PARTS = {4: 256, 16: 512}  # queries times heads of items at most: keys of a part
+_LONGEST_PART = 1024
 
 
 class Arguments(ctypes.Structure):
@@ -52,26 +53,21 @@ class Plan:
     part: int
 
 
-def choose_plan(tokens: int, group: int, size: int) -> Plan:
-    """The plan for T queries with so many query heads of a key head."""
-    units = 3 if size == 128 else 4
-    if group == 1 and size <= 128 and tokens <= _FEW_TOKENS:
-        return Plan(warps=8, units=units, blocks=2, part=256 if tokens <= _FEWER_TOKENS else 512)
-    return Plan(warps=4, units=units, blocks=2 if size == 512 else 4, part=512)
+def choose_plan(tokens: int, heads: int, kv_heads: int) -> Plan:
+    """The plan for T queries: longer parts for more of them, which fill the device anyway."""
+    rows = tokens * kv_heads * share_of(heads // kv_heads)
+    part = next((part for most, part in _PARTS.items() if rows <= most), _LONGEST_PART)
+    return Plan(warps=8, units=4, blocks=1, part=part)
 
 
-def share_of(group: int, size: int) -> int:
-    """Heads of items that have a key head in common, whose keys are then read as often.
-
-    An item has up to eight query heads, and its queries are one copy.
-    """
-    most = min(MOST_GROUP, _UNIT_ROWS * _columns(size) // size)
-    return next(n for n in range(1, group + 1) if group % n == 0 and group // n <= most)
+def share_of(group: int) -> int:
+    """Heads of items that have a key head in common, whose keys are then read as often."""
+    return next(n for n in range(1, group + 1) if group % n == 0 and group // n <= MOST_GROUP)
 
 
 def takes(heads: int, kv_heads: int, size: int) -> bool:
     """Whether there is a kernel for such heads."""
-    return size in SIZES and share_of(heads // kv_heads, size) <= _MOST_SHARE
+    return size in SIZES and share_of(heads // kv_heads) <= _MOST_SHARE
 
 
 def parts_of(context: int, plan: Plan) -> int:
@@ -81,14 +77,14 @@ def parts_of(context: int, plan: Plan) -> int:
 
 def workspace_bytes(tokens: int, heads: int, kv_heads: int, size: int, context: int) -> int:
     """What the parts of a batch take."""
-    plan = choose_plan(tokens, heads // kv_heads, size)
+    plan = choose_plan(tokens, heads, kv_heads)
     return 4 * tokens * heads * parts_of(context, plan) * (size + 2)
 
 
 def most_workspace_bytes(tokens: int, heads: int, kv_heads: int, size: int, context: int) -> int:
     """The same for the worst batch of up to so many."""
-    tokens = min(tokens, MOST_TOKENS)
-    counts = {min(tokens, _FEWER_TOKENS), tokens}
+    tokens, each = min(tokens, MOST_TOKENS), kv_heads * share_of(heads // kv_heads)
+    counts = {tokens, *(min(tokens, max(1, most // each)) for most in _PARTS)}
     return max(workspace_bytes(n, heads, kv_heads, size, context) for n in counts)
 
 
@@ -96,7 +92,7 @@ def constants_of(
     plan: Plan, heads: int, kv_heads: int, size: int, page_tokens: int, dtype: torch.dtype
 ) -> dict[str, int]:
     """Macros of attention.cu, without window, softcap and sinks."""
-    share = share_of(heads // kv_heads, size)
+    share = share_of(heads // kv_heads)
     constants = {
         "FLOAT16": int(dtype == torch.float16), "SHARE": share, "HEADS": kv_heads * share,
         "GROUP": heads // kv_heads // share, "SIZE": size, "TOKENS": page_tokens,
@@ -113,7 +109,12 @@ def blocks_of(constants: dict[str, int], tokens: int) -> int:
 def shared_bytes(constants: dict[str, int], tokens: int) -> int:
     """Dynamic shared memory of a block."""
     warps, group, size = (constants[name] for name in ("WARPS", "GROUP", "SIZE"))
-    return ring_bytes(constants) + 4 * (warps * group * (size + 6) + 3 * tokens + 2)
+    return ring_bytes(constants) + 4 * (warps * group * (size + 6) + 3 * tokens + 6)
+
+
+def threads_of(constants: dict[str, int]) -> int:
+    """Threads of a block: one more warp than multiply."""
+    return 32 * (constants["WARPS"] + 1)
 
 
 def ring_bytes(constants: dict[str, int]) -> int:

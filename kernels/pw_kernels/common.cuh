@@ -1,5 +1,5 @@
 // What the CUDA sources of this package share: short names, bits of a word, products of the matrix unit, rounding,
-// copies that are waited for, launches that overlap.
+// copies and barriers of shared memory that are waited for, launches that overlap.
 // Included as text (sources.py). FLOAT16, 1: numbers of 16 bits are fp16; 0: bf16.
 
 typedef unsigned int u32;
@@ -48,6 +48,20 @@ DI float from_half(u16 h) {
 }
 DI void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int PENDING> DI void wait() { asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory"); }
+// Barriers of shared memory: threads that arrive do not wait.
+DI void barrier_init(u32 at, u32 count) { asm volatile("mbarrier.init.shared::cta.b64 [%0],%1;" ::"r"(at), "r"(count) : "memory"); }
+DI void barrier_arrive(u32 at) { asm volatile("mbarrier.arrive.shared::cta.b64 _,[%0];" ::"r"(at) : "memory"); }
+DI void barrier_wait(u32 at, u32 parity) {
+#if __CUDA_ARCH__ >= 900
+#define TEST "mbarrier.try_wait.parity.shared::cta.b64"
+#else
+#define TEST "mbarrier.test_wait.parity.shared::cta.b64"
+#endif
+  u32 done;
+  do {
+    asm volatile("{.reg .pred p; " TEST " p,[%1],%2; selp.u32 %0,1,0,p;}" : "=r"(done) : "r"(at), "r"(parity) : "memory");
+  } while (!done);
+}
 // A launch may begin while the one before it ends: what that one writes is there after the wait, not before.
 #if __CUDA_ARCH__ >= 900
 DI void wait_for_earlier() { asm volatile("griddepcontrol.wait;" ::: "memory"); }

@@ -1,17 +1,16 @@
 """Attention of decode steps in CUDA C++ compiled at run time (`attention.cu`): one launch.
 
-For batches in which each sequence has about one query, heads of 64, 128 or 512 and up to 16 query
-heads of a key head (8 of 512); `triton_attention` takes all others. Keys are cut into parts at
+For batches in which each sequence has about one query, heads of 64, 128 or 256 and up to 16 query
+heads of a key head; `triton_attention` takes all others. Keys are cut into parts at
 fixed places, which are merged in order, so a token's result does not depend on the batch. The grid
 fills the device once, whatever the lengths are: its blocks share out the parts that there are.
-Nothing waits for the device. One launch at a time on a device: they share counters.
+Nothing waits for the device. Blocks tell each other through counters which parts are done: calls
+that may run at the same time need counters of their own.
 
 Axes as in `reference.py`.
 """
 
 from __future__ import annotations
-
-from functools import cache
 
 import torch
 from torch import Tensor
@@ -29,13 +28,14 @@ from pw_kernels.attention_plans import (
     ring_bytes,
     shared_bytes,
     takes,
+    threads_of,
     workspace_bytes,
 )
 
-__all__ = ["fits", "most_workspace_bytes", "paged_attention"]
+__all__ = ["fits", "make_counters", "most_workspace_bytes", "paged_attention"]
 
 WORKSPACE_BYTES = 128 << 20  # larger batches are for `triton_attention`
-_COUNTERS = 1 << 14
+MOST_COUNTERS = 1 << 14  # queries times query heads of a call
 _DTYPES = (torch.bfloat16, torch.float16)
 _MOST_STRIDE = 1 << 31
 
@@ -48,7 +48,7 @@ def fits(q: Tensor, k_pages: Tensor, v_pages: Tensor, block_tables: Tensor) -> b
     return (
         q.device.type == "cuda"
         and 0 < tokens <= min(sequences, MOST_TOKENS)
-        and tokens * heads <= _COUNTERS
+        and tokens * heads <= MOST_COUNTERS
         and takes(heads, kv_heads, size)
         and v_pages.shape[3] == size
         and q.dtype in _DTYPES
@@ -60,10 +60,15 @@ def fits(q: Tensor, k_pages: Tensor, v_pages: Tensor, block_tables: Tensor) -> b
     )
 
 
+def make_counters(device: torch.device) -> Tensor:
+    """[MOST_COUNTERS] int32 zeros, for all calls of one caller that follow each other."""
+    return torch.zeros(MOST_COUNTERS, dtype=torch.int32, device=device)
+
+
 def _has_room(q: Tensor, sequences: int, kv_heads: int) -> bool:
     """Whether the device has room for a block, and a block for the lengths of all sequences."""
     tokens, heads, size = q.shape
-    plan = choose_plan(tokens, heads // kv_heads, size)
+    plan = choose_plan(tokens, heads, kv_heads)
     constants = constants_of(plan, heads, kv_heads, size, 1, torch.bfloat16)
     room = nvrtc.shared_bytes(q.device.index or 0)
     fits_block = shared_bytes(constants, tokens) <= room
@@ -82,23 +87,31 @@ def paged_attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    counters: Tensor | None = None,
     plan: Plan | None = None,
 ) -> Tensor:
-    """As `reference.paged_attention`, where `fits`; `plan` overrides `choose_plan`."""
+    """As `reference.paged_attention`, where `fits`.
+
+    `counters` are from `make_counters`; without them, zeros are written for this call. `plan` is
+    taken in place of `choose_plan`.
+    """
     tokens, heads, size = q.shape
     page_tokens, kv_heads = k_pages.shape[1:3]
     if block_tables.stride(1) != 1:
         block_tables = block_tables.contiguous()
     query_start, seq_lens = query_start.contiguous(), seq_lens.contiguous()
     out = q.new_empty(q.shape)
-    plan = choose_plan(tokens, heads // kv_heads, size) if plan is None else plan
-    parts = parts_of(block_tables.shape[1] * page_tokens, plan)
+    plan = choose_plan(tokens, heads, kv_heads) if plan is None else plan
+    context = block_tables.shape[1] * page_tokens
+    parts = parts_of(min(context, window or context), plan)
+    if counters is None:
+        counters = torch.zeros(tokens * heads, dtype=torch.int32, device=q.device)
     partial = q.new_empty(tokens * heads * parts * (size + 2), dtype=torch.float32)
     arguments = Arguments(
         *(t.data_ptr() for t in (q, k_pages, v_pages, block_tables, query_start, seq_lens)),
         out=out.data_ptr(), partial=partial.data_ptr(),
         extremes=partial[tokens * heads * parts * size :].data_ptr(),
-        arrived=_arrived(q.device).data_ptr(),
+        arrived=counters.data_ptr(),
         k_page=k_pages.stride(0), k_token=k_pages.stride(1), k_head=k_pages.stride(2),
         v_page=v_pages.stride(0), v_token=v_pages.stride(1), v_head=v_pages.stride(2),
         q_token=q.stride(0), q_head=q.stride(1), table_row=block_tables.stride(0),
@@ -116,7 +129,7 @@ def paged_attention(
     blocks = min(defines["BLOCKS"], blocks_of(defines, tokens))
     places = nvrtc.device_attribute("MULTIPROCESSOR_COUNT", index) * blocks
     nvrtc.kernel("attention.cu", "attention", tuple(defines.items()), index).launch(
-        (min(places, tokens * defines["HEADS"] * parts), 1), 32 * defines["WARPS"],
+        (min(places, tokens * defines["HEADS"] * parts), 1), threads_of(defines),
         shared_bytes(defines, tokens), arguments, overlap=True,
     )  # fmt: skip
     return out
@@ -130,9 +143,3 @@ def _aligned(tensor: Tensor) -> bool:
         and not any(s % 8 or s >= _MOST_STRIDE for s in strides)
         and tensor.data_ptr() % 16 == 0
     )
-
-
-@cache
-def _arrived(device: torch.device) -> Tensor:
-    """Counters of parts that are done of a query at a key head: zeros between launches."""
-    return torch.zeros(_COUNTERS, dtype=torch.int32, device=device)

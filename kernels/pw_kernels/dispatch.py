@@ -153,9 +153,13 @@ def paged_attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    counters: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
     """Causal attention over paged keys and values; arguments as in `reference.paged_attention`.
+
+    `counters` are from `attention_counters`, of a caller whose calls follow each other on the
+    device; without them a decode step costs one more launch for each layer.
 
     Raises:
         ValueError: The named backend cannot take these arguments, or is not installed.
@@ -176,6 +180,7 @@ def paged_attention(
     )
     module = _module(_ATTENTION[name]) if name in _ATTENTION else reference
     assert module is not None  # _choose has imported it
+    more = {"counters": counters} if name == "cuda" else {}
     return module.paged_attention(  # type: ignore[no-any-return]
         q,
         k_pages,
@@ -187,7 +192,14 @@ def paged_attention(
         window=window,
         softcap=softcap,
         sinks=sinks,
+        **more,
     )
+
+
+def attention_counters(device: torch.device) -> Tensor | None:
+    """What a caller of `paged_attention` keeps for all its calls; None where they need nothing."""
+    cuda = _module("cuda_attention") if device.type == "cuda" else None
+    return None if cuda is None else cuda.make_counters(device)
 
 
 def attention_scratch_bytes(

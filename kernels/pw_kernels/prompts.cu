@@ -32,16 +32,8 @@ DI float activate(float gate, float up) {
 
 // ---- barriers of shared memory, copies in bulk, the matrix unit ----------------------------------------------------
 
-DI void barrier_init(u32 at, u32 count) { asm volatile("mbarrier.init.shared::cta.b64 [%0],%1;" ::"r"(at), "r"(count) : "memory"); }
 DI void barriers_ready() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 DI void barrier_expect(u32 at, u32 bytes) { asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _,[%0],%1;" ::"r"(at), "r"(bytes) : "memory"); }
-DI void barrier_arrive(u32 at) { asm volatile("mbarrier.arrive.shared::cta.b64 _,[%0];" ::"r"(at) : "memory"); }
-DI void barrier_wait(u32 at, u32 parity) {
-  u32 done;
-  do {
-    asm volatile("{.reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p,[%1],%2; selp.u32 %0,1,0,p;}" : "=r"(done) : "r"(at), "r"(parity) : "memory");
-  } while (!done);
-}
 DI void copy_bulk(u32 to, u64 from, u32 bytes, u32 barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0],[%1],%2,[%3];" ::"r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
 }

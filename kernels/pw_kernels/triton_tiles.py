@@ -53,4 +53,6 @@ def _shared_bytes(device: torch.device) -> int:
     """Shared memory that a program may have."""
     if device.type != "cuda":
         return 1 << 30  # interpreted
-    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
+    properties = torch.cuda.get_device_properties(device)
+    plain = properties.shared_memory_per_block  # all that torch says of AMD's
+    return int(getattr(properties, "shared_memory_per_block_optin", plain))

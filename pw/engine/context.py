@@ -143,6 +143,7 @@ class StepBatch(RotatedStore):
             window=window,
             softcap=softcap,
             sinks=sinks,
+            counters=self._kv.counters,
         )
 
     def _slots(self, layer: int) -> Tensor:

@@ -41,6 +41,7 @@ from pw.memory.prefix_cache import (
 )
 from pw.memory.small_copies import to_device
 from pw.models.geometry import KvGeometry
+from pw_kernels.dispatch import attention_counters
 
 
 @dataclass
@@ -86,6 +87,7 @@ class KvCache:
         shapes: Of the groups.
         opened: [max_sequences] int64, how often each row has been given to a sequence.
         prefix: The prefix cache, if there is one.
+        counters: For `paged_attention` over these pages, one call after the other.
     """
 
     def __init__(
@@ -111,6 +113,7 @@ class KvCache:
         self._own_pages = 0
         self.opened = np.zeros(max_sequences, dtype=np.int64)
         self.shapes = group_shapes(geometry, dtype, arena.page_bytes)
+        self.counters = attention_counters(arena.pages.device)
         self.unit = unit_tokens(self.shapes)
         self._page_tokens = [shape.tokens_per_page for shape in self.shapes]
         for shape in self.shapes:
@@ -191,9 +194,8 @@ class KvCache:
     def _join(self, sequence: KvSequence, match: PrefixMatch) -> None:
         assert self.prefix is not None
         count = len(match.entries)
-        sequence.units = list(match.entries)
+        sequence.units, sequence.first = list(match.entries), list(match.first)
         sequence.tag, sequence.note = match.entries[-1].tag, match.entries[-1].note
-        sequence.first = list(match.first)
         sequence.blocks = [count * group.unit_blocks for group in self._groups]
         sequence.room = count * self.unit
         for number, group in enumerate(self._groups):
@@ -352,12 +354,11 @@ class KvCache:
             positions: [T] position of each token in its sequence.
             longest: Tokens of the longest sequence after this step.
         """
-        device = self._arena.pages.device
-        batches = []
+        device, batches = self._arena.pages.device, []
         for group in self._groups:
             size = group.shape.tokens_per_page
-            tables = group.table[rows, :, : group.shape.blocks(longest)].transpose(1, 0, 2)
-            tables = np.ascontiguousarray(tables)
+            tables = group.table[rows, :, : group.shape.blocks(longest)]
+            tables = np.ascontiguousarray(tables.transpose(1, 0, 2))
             pages = tables[:, token_sequence, positions // size]
             # NumPy lays out what it picks as it likes: kernels want the slots of a layer together.
             slots = np.ascontiguousarray(pages, dtype=np.int64) * size + positions % size

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pw_kernels import reference
-from pw_kernels.attention_plans import Arguments, Plan, constants_of
+from pw_kernels.attention_plans import Arguments, Plan, constants_of, threads_of
 from support.cuda_source import CudaSource
 
 SOURCE = CudaSource("attention.cu", "attention_on_cpu.h", [  # defined by the headers
@@ -57,7 +57,7 @@ class Case:
         heads, kv_heads, size = self.q.shape[1], self.arena.shape[3], self.q.shape[2]
         defines = constants_of(self.plan, heads, kv_heads, size, self.page_tokens, DTYPE)
         defines |= {name.upper(): int(name in options) for name in ("window", "softcap", "sinks")}
-        self.threads = 32 * defines["WARPS"]
+        self.threads = threads_of(defines)
         return SOURCE.compile(folder, "attention(*(const Arguments*)all);", defines)
 
     def run(self, library: Any, blocks: int = 3, **options: Any) -> Tensor:
@@ -89,7 +89,7 @@ class Case:
 
 
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "size"), [(2, 2, 128), (8, 1, 64), (12, 1, 128), (4, 1, 512), (2, 1, 256)]
+    ("heads", "kv_heads", "size"), [(2, 2, 128), (8, 1, 64), (12, 1, 128), (8, 1, 256), (2, 1, 256)]
 )
 @pytest.mark.parametrize("options", [{}, {"window": 70}, {"softcap": 2.0, "sinks": True}])
 def test_decode_attention(

@@ -19,8 +19,7 @@ PAGE_BYTES = 4096
 WIDTHS = [2, 3, 4, 5, 6, 7, 8]
 TOKENS, TOP_K = 30, 3
 SOURCE = CudaSource("prompts.cu", "prompts_on_cpu.h", [  # defined by the headers of support
-    "barrier_init", "barriers_ready", "barrier_expect",
-    "barrier_arrive", "barrier_wait", "copy_bulk", "copy_words", "words_commit", "words_wait",
+    "barriers_ready", "barrier_expect", "copy_bulk", "copy_words", "words_commit", "words_wait",
     "warpgroup_meet", "unit_fence", "unit_commit", "unit_wait", "unit_multiply", "entry",
 ], "prompts_on_cpu.cpp")  # fmt: skip
 

@@ -31,3 +31,18 @@ inline u32 transposed(u32 value) {
   u32 low = warp_take(value, from), high = warp_take(value, from + 4), by = lane / 4 % 2 * 16;
   return (low >> by & 0xFFFF) | (high >> by & 0xFFFF) << 16;
 }
+
+// A barrier's eight bytes: arrivals that it waits for, arrivals that are left, phases that have ended.
+struct Barrier { u16 count, left; u32 phases; };
+inline Barrier& barrier_at(u32 address) {
+  if (address % 8) abort();
+  return *(Barrier*)(dynamic + address - SHARED_BASE);
+}
+inline void barrier_init(u32 address, u32 count) { barrier_at(address) = {(u16)count, (u16)count, 0}; }
+inline void barrier_arrive(u32 address) {
+  Barrier& b = barrier_at(address);
+  if (--b.left == 0) b.left = b.count, b.phases++;
+}
+inline void barrier_wait(u32 address, u32 parity) {
+  while ((barrier_at(address).phases & 1) == parity) pass_on();
+}

@@ -21,7 +21,6 @@ long arrived, in_warp[MOST_WARPS];
 Operands offered[MOST_WARPS][2][32];
 const void* given;
 
-void pass_on() { swapcontext(&threads[current].context, &scheduler); threadIdx.x = current; }
 void body() {
   threadIdx.x = current;
   kernel(given);
@@ -45,6 +44,7 @@ float bf16(u32 pair, int which) {
 }
 }  // namespace
 
+void pass_on() { swapcontext(&threads[current].context, &scheduler); threadIdx.x = current; }
 void __syncthreads() {
   long until = (long)threads.size() * ++threads[current].barriers;
   arrived++;

@@ -33,6 +33,7 @@ constexpr u32 SHARED_BASE = 1024;                               // as on a GPU, 
 extern "C" unsigned char dynamic[];
 extern Index threadIdx, blockIdx, gridDim;
 void __syncthreads();
+void pass_on();                                                 // let other threads of the block run
 void warp_multiply(float* sums, const u32* a, u32 b0, u32 b1);  // m16n8k16
 u32 warp_take(u32 value, int lane);
 u32 warp_vote(bool vote);

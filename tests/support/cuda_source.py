@@ -18,7 +18,7 @@ from pw_kernels.sources import cuda_text
 SUPPORT = Path(__file__).parent
 _COMMON = (  # of common.cuh
     "prmt", "lop3", "mad", "multiply", "to_half", "commit", "wait", "wait_for_earlier",
-    "let_next_begin",
+    "let_next_begin", "barrier_init", "barrier_arrive", "barrier_wait",
 )  # fmt: skip
 
 

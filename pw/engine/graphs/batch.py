@@ -61,6 +61,7 @@ class DecodeBatch(RotatedStore):
             window=window,
             softcap=softcap,
             sinks=sinks,
+            counters=self._kv.counters,
         )
 
     def _slots(self, layer: int) -> Tensor:
