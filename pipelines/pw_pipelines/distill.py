@@ -214,7 +214,8 @@ def run(
 ) -> None:
     """Fit an artifact beside `out`, train its codes and tables, and write them as `out`.
 
-    Stopped, it goes on with the fit where that was, and trains from the start.
+    Stopped, it goes on with the fit where that was, and trains from the start. Blocks that an
+    earlier run has written stay: on a CPU they are the same, on a GPU those of its own training.
 
     Args:
         fit: Makes the artifact to begin with in a folder, or finds it there.
