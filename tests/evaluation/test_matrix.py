@@ -170,6 +170,16 @@ def test_cells_that_come_too_late_are_named(folder: Path) -> None:
     assert {cell["left_out"] for cell in found["cells"]} == {"no time left"}
 
 
+def test_an_interrupted_run_keeps_what_it_has(folder: Path) -> None:
+    def advance(text: str) -> None:
+        if text.startswith("| static:3 | 1 |"):
+            raise KeyboardInterrupt
+
+    found = run_matrix(folder, CONFIG, replace(SMALL, policies=("static:3", "dense")), advance)
+    assert [(cell["policy"], cell["batch"]) for cell in found["cells"]] == [("static:3", 1)]
+    assert "| static:3 | 1 | 48 |" in report(found)
+
+
 def test_adaptive_policies_share_an_engine_widest_first(folder: Path) -> None:
     policies = ("adaptive:2", "dense", "adaptive:4")
     told: list[str] = []

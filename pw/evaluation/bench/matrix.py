@@ -140,7 +140,29 @@ def run_matrix(
         ),
     )
     cells: list[dict[str, Any]] = []
-    bandwidth, ends = None, time.monotonic() + matrix.seconds
+    speeds: list[float] = []  # of a copy, once it has been measured
+    try:
+        _measure(folder, config, matrix, cells, speeds, advance)
+    except KeyboardInterrupt:
+        advance("interrupted: what has been measured is kept")
+    return {
+        "copy_bandwidth_GB_s": sum(speeds) / 1e9,
+        "cells": cells,
+        "speedups_over_dense": speedups(cells),
+        "adaptive_over_uniform": at_equal_bytes(cells),
+    }
+
+
+def _measure(
+    folder: Path,
+    config: EngineConfig,
+    matrix: Matrix,
+    cells: list[dict[str, Any]],
+    speeds: list[float],
+    advance: Callable[[str], None],
+) -> None:
+    """Add each cell as it is measured."""
+    ends = time.monotonic() + matrix.seconds
     with tempfile.TemporaryDirectory() as temporary:
         widths = _Widths(Path(temporary))
         for group in _by_engine(matrix.policies):
@@ -150,24 +172,19 @@ def run_matrix(
             engine = _start(folder, config, group[0], widths, cells, matrix, advance)
             if engine is None:
                 continue
-            bandwidth = bandwidth or copy_bandwidth(engine._parts.arena.pages.device)
+            if not speeds:
+                speeds.append(copy_bandwidth(engine._parts.arena.pages.device))
             ballast = Ballast(engine)
             for policy, (batch, context) in itertools.product(group, matrix.shapes):
                 cell = _Cell(engine, ballast, policy, batch, context, matrix)
                 late = time.monotonic() > ends
-                cells.append(cell.name | {"left_out": _LATE} if late else cell.measure(bandwidth))
+                cells.append(cell.name | {"left_out": _LATE} if late else cell.measure(speeds[0]))
                 advance(line(cells[-1]))
                 widths.note(policy, engine)
                 del cell
             end(engine)
             del engine, ballast
             collect()
-    return {
-        "copy_bandwidth_GB_s": (bandwidth or 0.0) / 1e9,
-        "cells": cells,
-        "speedups_over_dense": speedups(cells),
-        "adaptive_over_uniform": at_equal_bytes(cells),
-    }
 
 
 def _by_engine(policies: Iterable[str]) -> list[list[str]]:
