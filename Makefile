@@ -109,7 +109,7 @@ WINDOWS  ?= 32
 OTHER_WINDOWS ?= 12
 # Of moe-small: 28 % of the unquantized bytes.
 TARGET_BITS ?= 3.588
-STEPS    ?= 300
+STEPS    ?= 240
 TEXT      = --dataset $(DATA)/calibration.jsonl $(SAMPLES) --device $(DEVICE)
 # Longest first.
 STUDIES  ?= engine-memory equal-bytes codebooks transitions ablation shift memory pages bf16-equal one-bit held-tables parts
