@@ -186,7 +186,7 @@ class PlannerConfig:
     settle_steps: int = 64  # pages free at so many steps in a row are not needed; 0 = never judged
     transfer_budget_bytes: int = 1 << 28  # bytes reloaded per second at most
     rebalance_steps: int = 256  # steps between trades of planes at constant bytes; 0 = never
-    forecast_steps: int = 32  # steps of decoding whose KV pages count as needed
+    forecast_steps: int = 8  # steps of decoding whose KV pages count as needed
 
     def __post_init__(self) -> None:
         if self.planner not in ("hull", "greedy"):

@@ -94,7 +94,7 @@ def test_every_command_has_help_and_the_common_flags(command: str) -> None:
         ("serve x --page-bytes 3KiB", 2, "page_bytes must be a power of two from 4096: 3072", ""),
         ("serve x --page-bytes 2KiB", 2, "page_bytes must be a power of two from 4096: 2048", ""),
         ("serve x --routing-window 0", 2, "routing_window must be at least 1 token: 0", ""),
-        ("serve x --dwell-steps -5", 2, "must not be negative: -5, 32", ""),
+        ("serve x --dwell-steps -5", 2, "must not be negative: -5, 8", ""),
         ("serve x --forecast-steps -5", 2, "must not be negative: 16, -5", ""),
         ("serve x --hot-expert-floor 99", 2, "hot_expert_floor must be 2 to 8 bits: 99", ""),
         ("serve x --layer-floor 9", 2, "layer_floor must be 0 to 8 bits: 9.0", ""),

@@ -35,7 +35,7 @@ from pw.memory.kv_layout import token_bytes
 _RUNNING = 8  # requests at a time
 PEAK_BITS = (2.4, 3.0, 3.5)  # mean bits for which the arena has room at the peak of the load
 _KV_OF_DENSE = 1.6  # KV of so many longest contexts, in units of the unquantized experts
-_AHEAD = 32  # steps whose KV pages count as needed
+_AHEAD = PlannerConfig.forecast_steps  # steps whose KV pages count as needed
 ADAPTIVE, STEPS = "adaptive (PagedWeight)", "uniform steps"
 
 
