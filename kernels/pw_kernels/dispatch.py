@@ -8,7 +8,7 @@ Backends are imported when first used, so importing this module costs torch alon
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -180,8 +180,10 @@ def paged_attention(
     )
     module = _module(_ATTENTION[name]) if name in _ATTENTION else reference
     assert module is not None  # _choose has imported it
-    more = {"counters": counters} if name == "cuda" else {}
-    return module.paged_attention(  # type: ignore[no-any-return]
+    attend = module.paged_attention
+    if name == "cuda":
+        attend = partial(attend, counters=counters)
+    return attend(  # type: ignore[no-any-return]
         q,
         k_pages,
         v_pages,
@@ -192,7 +194,6 @@ def paged_attention(
         window=window,
         softcap=softcap,
         sinks=sinks,
-        **more,
     )
 
 
