@@ -118,6 +118,11 @@ class TuneConfig:
     def __post_init__(self) -> None:
         if self.distill < 0:
             raise ConfigError(f"distill must be at least 0 steps: {self.distill}")
+        if self.text and not self.distill:
+            raise ConfigError(
+                f"text is trained on by distillation alone: `{self.text}`",
+                "give --distill 240, too (recipes: `distill = 240`), or leave --text out",
+            )
 
 
 @dataclass(frozen=True)

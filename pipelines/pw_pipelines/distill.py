@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -21,42 +20,30 @@ import torch
 from torch import Tensor
 
 from pw.blocks import MODULES, BlockKey
-from pw.config import CalibrationConfig, QuantizeConfig, TuneConfig, format_bytes
+from pw.config import QuantizeConfig, TuneConfig, format_bytes
 from pw.errors import ConfigError
 from pw.models.checkpoint import Checkpoint
 from pw.models.dense import ExpertCall, ExpertObserver
 from pw.models.shards import ShardIndex
-from pw.models.tokenizer import load_tokenizer
 from pw.store.artifact import QUANTIZE, Artifact
 from pw.store.files import remove_tree
 from pw.store.writer import ArtifactWriter
-from pw_kernels.bitplane import bit_reverse_lut, pack_planes
-from pw_pipelines.calibration import CalibrationSet, calibration_set
 from pw_pipelines.focus import Focus
-from pw_pipelines.gpu_memory import free_bytes
+from pw_pipelines.gpu_memory import free_bytes, host_bytes
 from pw_pipelines.latents import RATE, Blocks
 from pw_pipelines.observation import CPU, ObservedModel, batches
 from pw_pipelines.progress import Progress
 from pw_pipelines.quantize import quantize_settings, write_rest
-from pw_pipelines.source import vocabulary_of
+from pw_pipelines.trained import Distilled, Trained
+from pw_pipelines.training_text import TrainingText, read_texts
 
 WINDOWS_PER_STEP = 16
-HELD_BACK = 32  # windows that are not trained on, at most a tenth of all
 _WARM_UP = 0.05  # of all steps; then the rate falls as half a cosine
 _BETAS = (0.9, 0.99)
 _BYTES = (
     40  # a weight: latent, gradient, two moments, level, its gradient, its place (int64), spare
 )
 _SEED = 0
-_EVERY = 1 << 30  # windows: all that a text gives
-
-
-@dataclass(frozen=True)
-class Distilled:
-    """What the training gave, on windows that it did not see; nats a token."""
-
-    before: float
-    after: float
 
 
 def distill_bytes(weights: int) -> int:
@@ -143,38 +130,6 @@ def _draws(count: int, rng: np.random.Generator) -> Iterator[int]:
         yield from rng.permutation(count).tolist()
 
 
-def texts(
-    calibration: CalibrationConfig, more: str, checkpoint: Checkpoint
-) -> tuple[CalibrationSet, str, Tensor, Tensor]:
-    """Windows [W, S] to train on and windows held back.
-
-    All windows of the calibration text, not only those that blocks were fitted on, and those of
-    other text if there is any. Held back are some of the calibration text's last ones.
-
-    Returns:
-        Windows that blocks are fitted on; digest of all; windows to train on; windows held back.
-
-    Raises:
-        ConfigError: The text is one window.
-    """
-    tokenizer, vocabulary = load_tokenizer(checkpoint.path), vocabulary_of(checkpoint)
-    every = replace(calibration, nsamples=_EVERY)
-    own = calibration_set(every, tokenizer, vocabulary)
-    if len(own.windows) < 2:
-        raise ConfigError(
-            f"calibration text gives one window, distillation takes two: `{every.dataset}`",
-            "use more text or a smaller --seqlen",
-        )
-    count = min(HELD_BACK, max(1, len(own.windows) // 10))
-    parts, digests = [own.windows[:-count]], own.digest
-    if more:
-        others = calibration_set(replace(every, dataset=more), tokenizer, vocabulary)
-        parts, digests = [*parts, others.windows], f"{digests}+{others.digest}"
-    drawn = calibration.nsamples  # a draw of more windows begins with those of one of fewer
-    fit = CalibrationSet(own.windows[:drawn], own.documents[:drawn], own.available)
-    return fit, digests, torch.cat(parts), own.windows[-count:]
-
-
 def check_room(weights: int, device: torch.device) -> None:
     """Refuse a model whose routed experts cannot be trained at once.
 
@@ -182,20 +137,13 @@ def check_room(weights: int, device: torch.device) -> None:
         ConfigError: The device has too little memory.
     """
     needed = distill_bytes(weights)
-    free = free_bytes(device) if device.type == "cuda" else _host_bytes()
+    free = free_bytes(device) if device.type == "cuda" else host_bytes()
     if needed > free:
         raise ConfigError(
             f"distillation takes {format_bytes(needed)} for all routed experts at once, "
             f"{format_bytes(free)} are free",
             "leave --distill out, or use a device with more memory",
         )
-
-
-def _host_bytes() -> int:
-    for line in Path("/proc/meminfo").read_text("ascii").splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    raise ConfigError("the system does not say how much memory is free")
 
 
 def run(
@@ -214,8 +162,8 @@ def run(
 ) -> None:
     """Fit an artifact beside `out`, train its codes and tables, and write them as `out`.
 
-    Stopped, it goes on with the fit where that was, and trains from the start. Blocks that an
-    earlier run has written stay: on a CPU they are the same, on a GPU those of its own training.
+    Stopped, it goes on with the fit where that was, and trains from the start. What was trained is
+    saved whole before any block is written; stopped later, all blocks come from that.
 
     Args:
         fit: Makes the artifact to begin with in a folder, or finds it there.
@@ -235,32 +183,31 @@ def run(
         PwError: See its subclasses.
     """
     assert settings.max_bits is not None
-    samples, digest, windows, held_back = texts(settings.calibration, config.text, checkpoint)
-    trained = {"steps": config.distill, "rate": RATE, "windows": digest}
+    text = read_texts(settings.calibration, config.text, checkpoint)
+    training = {"steps": config.distill, "rate": RATE, **text.record}
     manifest = start.manifest
     with ArtifactWriter.open(
         out, manifest.model, manifest.geometry, manifest.min_bits, settings.max_bits,
         start.lut_dtype,
-        {**quantize_settings(settings, samples, focus), "distillation": trained}, overwrite,
+        {**quantize_settings(settings, text.fit, focus), "distillation": training}, overwrite,
     ) as writer:  # fmt: skip
+        folder, trained = Path(f"{out}.fitted"), Trained(out)
         if writer.complete:
+            _clear(folder, trained)  # stopped between the last two steps
             return
         check_room(manifest.geometry.weights, device)
-        folder = Path(f"{out}.fitted")
-        fitted = fit(folder)
-        progress.note(
-            f"distillation: {config.distill} steps of {min(WINDOWS_PER_STEP, len(windows))} windows"
-            f" of {len(windows)}; {len(held_back)} held back"
-        )
-        blocks, report = _train(fitted, checkpoint, focus, config.distill, windows, held_back,
-                                progress, device)  # fmt: skip
-        progress.note(
-            f"distillation: divergence of windows held back {report.before:.6f} before, "
-            f"{report.after:.6f} after, nats a token"
-        )
-        if report.after >= report.before:
-            progress.note("distillation: no gain, codes and tables stay as they were fitted")
-        _write(writer, fitted, blocks, changed=report.after < report.before)
+        inputs = [writer.manifest.stages[QUANTIZE].settings, manifest.model.files]
+        saved = trained.there(inputs)
+        fitted = Artifact.open(folder) if saved and folder.exists() else fit(folder)
+        if saved:
+            progress.note(f"distillation: trained already, in `{trained.path}`")
+        else:
+            trained.refuse_others(writer)
+            trained.save(
+                inputs, *_train(fitted, checkpoint, focus, config.distill, text, progress, device)
+            )
+        report = trained.report()
+        trained.write(writer, fitted.manifest.widths)
         moments, table = fitted.manifest.stages["moments"], fitted.table("moments")
         writer.write_table(
             "moments", table.arrays, table.attrs, moments.settings, moments.inputs, moments.report
@@ -268,7 +215,13 @@ def run(
         write_rest(writer, checkpoint, recipe, ShardIndex.open(checkpoint.path))
         divergence = {"before": report.before, "after": report.after}
         writer.publish({**fitted.manifest.stages[QUANTIZE].report, "divergence": divergence})
+    _clear(folder, trained)
+
+
+def _clear(folder: Path, trained: Trained) -> None:
+    """Remove what the artifact was made of."""
     remove_tree(folder)
+    trained.clear()
 
 
 def _train(
@@ -276,33 +229,26 @@ def _train(
     checkpoint: Checkpoint,
     focus: Focus,
     steps: int,
-    windows: Tensor,
-    held_back: Tensor,
+    text: TrainingText,
     progress: Progress,
     device: torch.device,
 ) -> tuple[Blocks, Distilled]:
+    count, dropped = len(text.windows), text.dropped
+    progress.note(
+        f"distillation: {steps} steps of {min(WINDOWS_PER_STEP, count)} windows of {count}; "
+        f"{len(text.held_back)} held back"
+        + (f"; {dropped} of --text left out, which share text with those" if dropped else "")
+    )
     model = ObservedModel(checkpoint, str(device), dtype=torch.float32)
     blocks = Blocks(fitted, checkpoint, focus, device)
     training = Distillation(model, blocks, steps)
-    before = training.divergence(held_back)
-    training.run(windows, progress)
-    return blocks, Distilled(before, training.divergence(held_back))
-
-
-def _write(writer: ArtifactWriter, fitted: Artifact, blocks: Blocks, *, changed: bool) -> None:
-    """All planes and LUTs; those of `fitted` where nothing was gained."""
-    geometry, widths = fitted.geometry, fitted.manifest.widths
-    for layer in geometry.layers:
-        for module in MODULES:
-            if writer.done(layer, module):
-                continue
-            keys = [BlockKey(layer, expert, module) for expert in range(geometry.experts)]
-            codes = torch.stack([blocks.codes(key, changed=changed).cpu() for key in keys])
-            luts = {
-                bits: torch.stack([blocks.lut(key, bits, changed=changed).cpu() for key in keys])
-                for bits in widths
-            }
-            writer.write_blocks(
-                layer, module, pack_planes(codes, fitted.max_bits),
-                {b: bit_reverse_lut(lut.to(fitted.lut_dtype)) for b, lut in luts.items()},
-            )  # fmt: skip
+    before = training.divergence(text.held_back)
+    training.run(text.windows, progress)
+    report = Distilled(before, training.divergence(text.held_back))
+    progress.note(
+        f"distillation: divergence of windows held back {report.before:.6f} before, "
+        f"{report.after:.6f} after, nats a token"
+    )
+    if report.after >= report.before:
+        progress.note("distillation: no gain, codes and tables stay as they were fitted")
+    return blocks, report

@@ -210,12 +210,16 @@ def tune(
     distill: Annotated[
         int,
         typer.Option(
-            help="Then train codes and tables on the divergence, so many steps; 300 on a GPU."
+            help="Then train codes and tables on the divergence, so many steps; 240 on a GPU."
         ),
     ] = TuneConfig.distill,
     text: Annotated[
         str,
-        typer.Option(help="More text to train on: .jsonl or .txt.", show_default="none"),
+        typer.Option(
+            help="With --distill, more text to train on: .jsonl or .txt; never the text that the "
+            "result is evaluated on.",
+            show_default="none",
+        ),
     ] = TuneConfig.text,
     output: Annotated[
         Path | None,

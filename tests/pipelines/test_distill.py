@@ -1,26 +1,32 @@
 """Codes and tables trained on the divergence from the unquantized model."""
 
+import hashlib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from pw.blocks import BlockKey
 from pw.config import QuantizeConfig, TuneConfig
-from pw.errors import ConfigError
+from pw.errors import ConfigError, StoreError
 from pw.models.checkpoint import Checkpoint
 from pw.models.dequantized import DequantizedBlocks
 from pw.models.tokenizer import load_tokenizer
 from pw.store.artifact import Artifact
 from pw.store.verify import verify
+from pw.store.writer import ArtifactWriter
 from pw_pipelines import distill, latents, quantize, sensitivity, tune
 from pw_pipelines.calibration import calibration_set
 from pw_pipelines.distill import Distillation
 from pw_pipelines.focus import Focus, plan_focus
+from pw_pipelines.gpu_memory import host_bytes
 from pw_pipelines.latents import Blocks
 from pw_pipelines.observation import ObservedModel
 from pw_pipelines.ranks import Ranks
+from pw_pipelines.training_text import read_texts
 from support.offline import QUIET, calibration, random_checkpoint, tree_digests
 
 CPU = torch.device("cpu")
@@ -61,7 +67,7 @@ def training(source: Path, fitted: Path, focus: Focus) -> tuple[Blocks, Distilla
     model, artifact = ObservedModel(checkpoint, dtype=torch.float32), Artifact.open(fitted)
     blocks = Blocks(artifact, checkpoint, focus, CPU)
     settings = QuantizeConfig(calibration=calibration(source.parent, 40, 32)).calibration
-    windows = distill.texts(settings, "", checkpoint)[2]
+    windows = read_texts(settings, "", checkpoint).windows
     return blocks, Distillation(model, blocks, 6), windows
 
 
@@ -80,9 +86,9 @@ def test_gradients_are_those_of_the_divergence(source: Path, fitted: Path, focus
     blocks, run, windows = training(source, fitted, focus)
     some = windows[:2]
     seen: dict[BlockKey, torch.Tensor] = {}
-    hand_on, blocks.backward = blocks.backward, seen.update  # type: ignore[method-assign]
+    blocks.backward = seen.update  # type: ignore[method-assign]
     run.step(some, 0.5)
-    assert hand_on is not None
+    assert len(seen) > len(blocks.keys) // 2  # most experts are routed to, in two windows
     assert set(seen) <= set(blocks.keys)
     held = {key: blocks.weight(key) for key in blocks.keys}
     for key in list(seen)[::5]:
@@ -165,6 +171,37 @@ def test_a_second_run_finds_its_work_done_and_a_stopped_one_ends_with_the_same_b
     assert tree_digests(out) == whole
 
 
+def test_stopped_while_blocks_are_written_it_ends_with_those_of_one_training(
+    source: Path, distilled: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU would not train the same codes again."""
+    out, write = source.with_name("half-written.pw"), ArtifactWriter.write_blocks
+    work, partial = Path(f"{out}.work"), Path(f"{out}.partial")
+
+    def stop(self: ArtifactWriter, layer: int, *rest: Any) -> None:
+        if self.path == out and layer > 0:
+            raise KeyboardInterrupt
+        write(self, layer, *rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ArtifactWriter, "write_blocks", stop)
+        with pytest.raises(KeyboardInterrupt):
+            tune.run(source, out, STEPS, QUIET)
+    assert len(list((partial / ".build" / "blocks").iterdir())) == 2
+    saved = (work / "trained.safetensors").read_bytes()
+    (work / "trained.safetensors").unlink()
+    with pytest.raises(StoreError, match="of a training that is not in") as refused:
+        tune.run(source, out, STEPS, QUIET)
+    assert f"remove `{partial}`" in refused.value.hint
+    (work / "trained.safetensors").write_bytes(saved)
+    with monkeypatch.context() as patch:
+        patch.setattr(distill, "ObservedModel", None)
+        tune.run(source, out, STEPS, QUIET)
+    assert tree_digests(out) == tree_digests(distilled)
+    assert not work.exists()
+    assert not Path(f"{out}.fitted").exists()
+
+
 def test_without_gain_codes_and_tables_stay_as_they_were_fitted(
     source: Path, fitted: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -184,7 +221,10 @@ def test_what_cannot_be_trained_is_refused(
     how: dict[str, Any] = {"ranks": Ranks(0, 2)}
     with pytest.raises(ConfigError, match="one process"):
         tune.run(source, tmp_path / "out.pw", STEPS, QUIET, **how)
-    monkeypatch.setattr(distill, "_host_bytes", lambda: 1000)
+    with pytest.raises(ConfigError, match="by distillation alone") as refused:
+        TuneConfig(2.5, text="more.txt")
+    assert "--distill" in refused.value.hint
+    monkeypatch.setattr(distill, "host_bytes", lambda: 1000)
     with pytest.raises(ConfigError, match="at once"):
         tune.run(source, tmp_path / "out.pw", STEPS, QUIET)
     assert not (tmp_path / "out.pw").exists()
@@ -195,15 +235,53 @@ def test_other_text_is_trained_on_beside_the_calibration_text(source: Path) -> N
     text = calibration(source.parent, 40, 32)
     more = source.with_name("more.txt")
     more.write_text("A text of other words, again and again. " * 200, "utf-8")
-    alone, both = (distill.texts(text, name, checkpoint) for name in ("", str(more)))
-    fit, others = alone[0], both[2]
-    assert len(others) > len(alone[2])
-    assert torch.equal(others[: len(alone[2])], alone[2])
-    assert torch.equal(both[3], alone[3])
-    assert both[1] != alone[1]
-    assert not (alone[2][:, None] == alone[3]).all(2).any()  # held back is held back
+    alone, both = (read_texts(text, name, checkpoint) for name in ("", str(more)))
+    own = len(alone.windows)
+    assert len(both.windows) > own
+    assert torch.equal(both.windows[:own], alone.windows)
+    assert torch.equal(both.held_back, alone.held_back)
+    assert set(alone.record) == {"windows"}
+    assert both.record["windows"] != alone.record["windows"]
+    digest = hashlib.sha256(more.read_bytes()).hexdigest()
+    assert both.record["text"] == {"name": "more.txt", "sha256": digest}
+    assert both.dropped == 0
+    held_back = alone.held_back
+    assert not (alone.windows[:, None] == held_back).all(2).any()  # held back is held back
     drawn = calibration_set(text, load_tokenizer(checkpoint.path))
-    assert fit.digest == both[0].digest == drawn.digest  # what blocks are fitted on, as ever
+    assert alone.fit.digest == both.fit.digest == drawn.digest  # what blocks are fitted on, as ever
+
+
+def test_other_text_that_is_held_back_is_not_trained_on(source: Path, tmp_path: Path) -> None:
+    checkpoint = Checkpoint.open(source.with_name("model"))
+    text = calibration(tmp_path, 40, 32)
+    alphabet = "bcdfghjklmnpqrstvwxz"
+    words = np.random.default_rng(3).choice(list(alphabet), (1600,))
+    (tmp_path / "text.txt").write_text("".join(words), "utf-8")  # no run of it comes twice
+    tokenizer = load_tokenizer(checkpoint.path)
+    held = tokenizer.decode(read_texts(text, "", checkpoint).held_back[0].tolist())
+    other, more = "-an other text-" * 40, tmp_path / "more.txt"
+    more.write_text(other + held + other, "utf-8")
+    found = read_texts(text, str(more), checkpoint)
+    every = calibration_set(replace(text, dataset=str(more), nsamples=99), tokenizer)
+    assert 1 <= found.dropped <= 2
+    own = len(read_texts(text, "", checkpoint).windows)
+    assert len(found.windows) == own + len(every.windows) - found.dropped
+    more.write_text(held, "utf-8")
+    with pytest.raises(ConfigError, match="shares text with what is held back"):
+        read_texts(text, str(more), checkpoint)
+    more.write_bytes((tmp_path / "text.txt").read_bytes())
+    with pytest.raises(ConfigError, match="is the calibration text"):
+        read_texts(text, str(more), checkpoint)
+
+
+def test_the_host_says_what_is_free_without_proc_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert host_bytes() > 1 << 20
+
+    def refuse(*_: Any) -> str:
+        raise PermissionError
+
+    monkeypatch.setattr(Path, "read_text", refuse)
+    assert host_bytes() > 1 << 20
 
 
 @pytest.mark.gpu
