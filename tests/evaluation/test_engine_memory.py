@@ -33,6 +33,6 @@ def test_contexts_take_bits_and_give_them_back(
     assert rows["static:2"]["mean_bits"] == 2
     assert rows["static:2"]["transitions"] == rows["adaptive"]["preemptions"] == 0
     assert rows["adaptive"]["kl"]["mean"] < rows["static:2"]["kl"]["mean"]
-    if "failed" not in rows["dense"]:
-        assert rows["dense"]["nll"]["mean"] == 0
+    assert rows["dense"]["nll"]["mean"] == 0  # it fits: the windows are short, so is the KV
+    assert rows["dense"]["kl"]["mean"] < rows["adaptive"]["kl"]["mean"]
     assert len(engine_memory.tables(found).splitlines()) == 2 + len(rows)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pw.evaluation.lab import online, room
+from pw.evaluation.lab import online, room, running
 from pw.evaluation.lab.__main__ import main
 from pw.evaluation.lab.studies import (
     STUDIES,
@@ -136,6 +138,34 @@ def test_studies_run_side_by_side_and_one_that_fails_stops_no_other(
     assert found["made"]["device"] == "cpu"
     assert found["made"]["hardware"]["threads"] == 1
     assert not (tmp_path / "results" / "shift.json").exists()
+
+
+def test_studies_whose_process_was_killed_end_in_one_line_each(
+    options: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = [*options[:-1], str(Path(options[-1]) / "killed"), "--jobs", "2"]
+    monkeypatch.setattr(running, "_study", killed)
+    assert main(["run", "shift", "dense-bits", *given]) == 1
+    told = capsys.readouterr().err
+    assert "Traceback" not in told
+    for study in ("shift", "dense-bits"):
+        assert f"{study}: error: a process of this run was killed" in told
+    assert told.count("hint: memory may have run out") == 2
+
+
+def killed(*_: object) -> None:
+    """What a study is when the system takes its process away."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("jobs", ["0", "-1", "many"])
+def test_no_jobs_are_refused(
+    options: list[str], capsys: pytest.CaptureFixture[str], jobs: str
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["run", "shift", *options, "--jobs", jobs])
+    assert ended.value.code == 2
+    assert f"--jobs: must be a whole number of at least 1: `{jobs}`" in capsys.readouterr().err
 
 
 def test_every_ablation_is_scored(options: list[str]) -> None:

@@ -54,8 +54,16 @@ def _parser() -> argparse.ArgumentParser:
     measure.add_argument("--memory", type=Path, help="folder of scores measured before")
     measure.add_argument("--threads", type=int, default=1, help="of a CPU, for each study")
     measure.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    measure.add_argument("--jobs", type=int, default=1, help="studies side by side, in processes")
+    measure.add_argument(
+        "--jobs", type=_count, default=1, help="studies side by side, in processes"
+    )
     return parser
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1: `{text}`")
+    return int(text)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import time
 import traceback
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from datetime import UTC, datetime
 from multiprocessing import get_context
 
@@ -18,6 +19,11 @@ from pw.errors import PwError
 from pw.evaluation.lab.room import Room, Texts
 from pw.evaluation.lab.studies import STUDIES
 from pw.evaluation.report.provenance import hardware
+
+_KILLED = (
+    "error: a process of this run was killed before the study was measured\n"
+    "hint: memory may have run out: run it again with fewer --jobs"
+)
 
 
 def run(given: argparse.Namespace) -> int:
@@ -50,7 +56,11 @@ def _outcomes(given: argparse.Namespace) -> Iterator[tuple[str, tuple[str, str]]
     with ProcessPoolExecutor(min(given.jobs, len(given.study)), mp_context=spawn) as pool:
         running = {pool.submit(_study, given, name, []): name for name in given.study}
         for done in as_completed(running):
-            yield running[done], done.result()
+            try:
+                said = done.result()
+            except BrokenProcessPool:  # it does not say which of them was killed
+                said = "", _KILLED
+            yield running[done], said
 
 
 def _study(given: argparse.Namespace, name: str, rooms: list[Room]) -> tuple[str, str]:
