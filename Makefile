@@ -96,13 +96,13 @@ run: $(STAMP)  ## Make and score an artifact: make run RECIPE=mixtral-8x7b [MODE
 	$(BIN)/pw run $(or $(wildcard $(RECIPE)),pipelines/recipes/$(RECIPE).toml) $(if $(MODEL),--model $(MODEL)) $(if $(DOWNLOAD),--download)
 
 # Q: where the artifacts of `quality` and its scores are kept; what is there is not made again, so
-# remove it after a change of code.
+# remove it after a change of code. Its `settings` are those of the first run: others are refused.
 # DATA: a folder with calibration.jsonl and heldout.jsonl (lines with `source` and `text`), lm/ and
 # skills/. DEVICE: cpu or cuda. JOBS: artifacts and studies made side by side, each in a process.
 Q        ?= artifacts/quality
 DEVICE   ?= cpu
 JOBS     ?= 1
-# A short run: make quality ... SAMPLES="--nsamples 40 --seqlen 256" WINDOWS=2 OTHER_WINDOWS=1
+# A short run: make quality ... SAMPLES="--nsamples 40 --seqlen 256" WINDOWS=2 OTHER_WINDOWS=1 Q=artifacts/short
 SAMPLES  ?= --nsamples 128 --seqlen 1024
 PROSE    ?= --nsamples 96 --seqlen 512
 WINDOWS  ?= 32
@@ -110,6 +110,7 @@ OTHER_WINDOWS ?= 12
 # Of moe-small: 28 % of the unquantized bytes.
 TARGET_BITS ?= 3.588
 STEPS    ?= 240
+SETTINGS  = MODEL DATA SAMPLES PROSE WINDOWS OTHER_WINDOWS TARGET_BITS STEPS
 TEXT      = --dataset $(DATA)/calibration.jsonl $(SAMPLES) --device $(DEVICE)
 # Longest first.
 STUDIES  ?= engine-memory equal-bytes codebooks transitions ablation shift memory pages bf16-equal one-bit held-tables parts
@@ -117,7 +118,14 @@ LAB       = $(BIN)/python -m pw.evaluation.lab run --checkpoint $(MODEL) --devic
 	--calibration $(DATA)/calibration.jsonl --heldout $(DATA)/heldout.jsonl --without 0 --windows $(WINDOWS)
 quality: $(STAMP)  ## Tables of docs/quality.md: make quality MODEL=folder DATA=folder [DEVICE=cuda JOBS=12]
 	@test -n "$(MODEL)" -a -n "$(DATA)" || { echo "usage: make quality MODEL=... DATA=..." >&2; exit 2; }
-	mkdir -p $(Q)
+	@mkdir -p $(Q)
+	@printf '%s\n' $(foreach name,$(SETTINGS),'$(name) = $($(name))') >$(Q)/settings.now
+	@test -e $(Q)/settings || test -z "$(wildcard $(Q)/*.done)" || echo unknown >$(Q)/settings
+	@test -e $(Q)/settings || mv $(Q)/settings.now $(Q)/settings
+	@test ! -e $(Q)/settings.now || cmp -s $(Q)/settings $(Q)/settings.now || { \
+		echo "error: \`$(Q)\` holds a run of other settings: $$(diff $(Q)/settings $(Q)/settings.now \
+			| sed -n 's/^> //p' | paste -sd ,); give Q=another-folder or remove it" >&2; exit 2; }
+	@rm -f $(Q)/settings.now
 	@$(MAKE) --no-print-directory -j $(JOBS) $(Q)/results.done $(Q)/results-tuned.done \
 		$(Q)/results-distilled.done
 
