@@ -5,7 +5,7 @@
 //   HEADS, GROUP   heads that an item may be of; query heads of each, 8 at most
 //   SHARE          of these heads that have a key head in common
 //   SIZE           of a head: 64, 128 or 256;  TOKENS: of a page
-//   WARPS, BLOCKS  warps of a block that multiply (one more ends items); blocks of a multiprocessor
+//   WARPS          of a block that multiply (one more ends items): an even number
 //   UNITS          copies that a warp has room for
 //   PART           keys of a part; each is computed alone, so that a result does not depend on who computes it
 //   WINDOW, SOFTCAP, SINKS   1: there is one
@@ -425,7 +425,7 @@ DI void compute_items(const Arguments& a, const Work& work, const Shared& shared
   }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attention(Arguments a) {
+extern "C" __global__ void __launch_bounds__(THREADS, 1) attention(Arguments a) {
   int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   Shared shared;
   u32 left = (u32)__cvta_generic_to_shared(shared.extremes + 2 * WARPS * GROUP), taken = left + 8;

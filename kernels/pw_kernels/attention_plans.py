@@ -12,7 +12,8 @@ MOST_GROUP = 8  # query heads of an item: columns of an instruction of the matri
 MOST_TOKENS = 512  # whose places in the list of items have room in shared memory
 _MOST_SHARE = 2
 _UNIT_ROWS, _UNIT_COLS = 16, 128
-_SHARED_BYTES, _RESERVED_BYTES = 228 << 10, 1 << 10  # of a multiprocessor (Hopper), of each block
+_ROOM = 227 << 10  # bytes of shared memory that a block of an H200 may have
+_RINGS = ((8, 4), (8, 3), (4, 4), (4, 3))  # warps and units; the first as measured on an H200
 _PARTS = {4: 256, 16: 512}  # queries times heads of items at most: keys of a part
 _LONGEST_PART = 1024
 
@@ -43,21 +44,36 @@ class Plan:
     Attributes:
         warps: Of a block.
         units: Copies that a warp has room for.
-        blocks: Of a multiprocessor at most.
         part: Keys of a part.
     """
 
     warps: int
     units: int
-    blocks: int
     part: int
 
 
-def choose_plan(tokens: int, heads: int, kv_heads: int) -> Plan:
-    """The plan for T queries: longer parts for more of them, which fill the device anyway."""
+def choose_plan(tokens: int, heads: int, kv_heads: int, size: int, room: int = _ROOM) -> Plan:
+    """Longer parts for more queries, which fill the device anyway; a block that has room.
+
+    Args:
+        tokens: T; only `part` depends on it.
+        heads: Hq.
+        kv_heads: Hkv.
+        size: D.
+        room: Bytes of shared memory that a block may have.
+    """
+    part = _part_of(tokens, heads, kv_heads)
+    for warps, units in _RINGS:
+        plan = Plan(warps, units, part)
+        constants = constants_of(plan, heads, kv_heads, size, 1, torch.bfloat16)
+        if shared_bytes(constants, MOST_TOKENS) <= room:
+            break
+    return plan
+
+
+def _part_of(tokens: int, heads: int, kv_heads: int) -> int:
     rows = tokens * kv_heads * share_of(heads // kv_heads)
-    part = next((part for most, part in _PARTS.items() if rows <= most), _LONGEST_PART)
-    return Plan(warps=8, units=4, blocks=1, part=part)
+    return next((part for most, part in _PARTS.items() if rows <= most), _LONGEST_PART)
 
 
 def share_of(group: int) -> int:
@@ -70,15 +86,15 @@ def takes(heads: int, kv_heads: int, size: int) -> bool:
     return size in SIZES and share_of(heads // kv_heads) <= _MOST_SHARE
 
 
-def parts_of(context: int, plan: Plan) -> int:
-    """Parts of the longest context there may be."""
-    return -(-context // plan.part)
+def parts_of(context: int, part: int) -> int:
+    """Parts of so many keys in the longest context there may be."""
+    return -(-context // part)
 
 
 def workspace_bytes(tokens: int, heads: int, kv_heads: int, size: int, context: int) -> int:
     """What the parts of a batch take."""
-    plan = choose_plan(tokens, heads, kv_heads)
-    return 4 * tokens * heads * parts_of(context, plan) * (size + 2)
+    parts = parts_of(context, _part_of(tokens, heads, kv_heads))
+    return 4 * tokens * heads * parts * (size + 2)
 
 
 def most_workspace_bytes(tokens: int, heads: int, kv_heads: int, size: int, context: int) -> int:
@@ -93,17 +109,11 @@ def constants_of(
 ) -> dict[str, int]:
     """Macros of attention.cu, without window, softcap and sinks."""
     share = share_of(heads // kv_heads)
-    constants = {
+    return {
         "FLOAT16": int(dtype == torch.float16), "SHARE": share, "HEADS": kv_heads * share,
         "GROUP": heads // kv_heads // share, "SIZE": size, "TOKENS": page_tokens,
         "PART": plan.part, "WARPS": plan.warps, "UNITS": plan.units,
     }  # fmt: skip
-    return constants | {"BLOCKS": min(plan.blocks, blocks_of(constants, 64))}
-
-
-def blocks_of(constants: dict[str, int], tokens: int) -> int:
-    """Blocks of a multiprocessor that shared memory has room for."""
-    return _SHARED_BYTES // (shared_bytes(constants, tokens) + _RESERVED_BYTES)
 
 
 def shared_bytes(constants: dict[str, int], tokens: int) -> int:

@@ -1,9 +1,10 @@
 """Attention of decode steps in CUDA C++ compiled at run time (`attention.cu`): one launch.
 
 For batches in which each sequence has about one query, heads of 64, 128 or 256 and up to 16 query
-heads of a key head; `triton_attention` takes all others. Keys are cut into parts at
-fixed places, which are merged in order, so a token's result does not depend on the batch. The grid
-fills the device once, whatever the lengths are: its blocks share out the parts that there are.
+heads of a key head; `triton_attention` takes all others. Keys are cut into parts from the first
+that a query sees, which are merged in order: with equal plans a token's result does not depend on
+the others. Plans depend on the device and, in the length of parts, on how many queries there are.
+The grid fills the device once, whatever the lengths are: its blocks share out the parts there are.
 Nothing waits for the device. Blocks tell each other through counters which parts are done: calls
 that may run at the same time need counters of their own.
 
@@ -20,7 +21,6 @@ from pw_kernels.attention_plans import (
     MOST_TOKENS,
     Arguments,
     Plan,
-    blocks_of,
     choose_plan,
     constants_of,
     most_workspace_bytes,
@@ -68,9 +68,9 @@ def make_counters(device: torch.device) -> Tensor:
 def _has_room(q: Tensor, sequences: int, kv_heads: int) -> bool:
     """Whether the device has room for a block, and a block for the lengths of all sequences."""
     tokens, heads, size = q.shape
-    plan = choose_plan(tokens, heads, kv_heads)
-    constants = constants_of(plan, heads, kv_heads, size, 1, torch.bfloat16)
     room = nvrtc.shared_bytes(q.device.index or 0)
+    plan = choose_plan(tokens, heads, kv_heads, size, room)
+    constants = constants_of(plan, heads, kv_heads, size, 1, torch.bfloat16)
     fits_block = shared_bytes(constants, tokens) <= room
     return fits_block and 4 * (2 * sequences + 1) <= ring_bytes(constants)
 
@@ -101,9 +101,11 @@ def paged_attention(
         block_tables = block_tables.contiguous()
     query_start, seq_lens = query_start.contiguous(), seq_lens.contiguous()
     out = q.new_empty(q.shape)
-    plan = choose_plan(tokens, heads, kv_heads) if plan is None else plan
+    index = torch.cuda.current_device() if q.device.index is None else q.device.index
+    if plan is None:
+        plan = choose_plan(tokens, heads, kv_heads, size, nvrtc.shared_bytes(index))
     context = block_tables.shape[1] * page_tokens
-    parts = parts_of(min(context, window or context), plan)
+    parts = parts_of(min(context, window or context), plan.part)
     if counters is None:
         counters = torch.zeros(tokens * heads, dtype=torch.int32, device=q.device)
     partial = q.new_empty(tokens * heads * parts * (size + 2), dtype=torch.float32)
@@ -125,9 +127,7 @@ def paged_attention(
         "WINDOW": int(window is not None), "SOFTCAP": int(softcap is not None),
         "SINKS": int(sinks is not None),
     }  # fmt: skip
-    index = torch.cuda.current_device() if q.device.index is None else q.device.index
-    blocks = min(defines["BLOCKS"], blocks_of(defines, tokens))
-    places = nvrtc.device_attribute("MULTIPROCESSOR_COUNT", index) * blocks
+    places = nvrtc.device_attribute("MULTIPROCESSOR_COUNT", index)
     nvrtc.kernel("attention.cu", "attention", tuple(defines.items()), index).launch(
         (min(places, tokens * defines["HEADS"] * parts), 1), threads_of(defines),
         shared_bytes(defines, tokens), arguments, overlap=True,

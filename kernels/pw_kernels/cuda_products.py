@@ -1,10 +1,10 @@
 """Products of few rows in CUDA C++ compiled at run time (`products.cu`): see `products`.
 
-A block takes 16 rows of the weight and all their columns, which its warps share. So every sum has
-one fixed order, and a token's result does not depend on how many others there are, as long as the
-kernel is used. Weights of some megabytes take more tokens than large ones: what all blocks read of
-the tokens is little then. Launches may
-begin while the one before ends: weights are on their way before it has.
+A block takes one to three tiles of 16 rows of the weight (a plan's `height`) and all their columns,
+which its warps share. So every sum has one fixed order, and a token's result does not depend on how
+many others there are, as long as the kernel is used. Weights of some megabytes take more tokens
+than large ones: what all blocks read of the tokens is little then. Launches may begin while the one
+before ends: weights are on their way before it has.
 
 Axes as in `products`.
 """

@@ -44,7 +44,11 @@ def tile_shape(
 
 
 def _tile_bytes(rows: int, keys: int, _warps: int, stages: int, row_bytes: int) -> int:
-    """Of a program: queries, keys and values (two stages are the pages' and the products')."""
+    """Of a program: queries, keys and values (two stages are the pages' and the products').
+
+    No less than the compiler takes: for heads of 256 on compute capability 9.0 nearly that, on 8.0
+    25 KB less.
+    """
     return rows * row_bytes + max(2, stages - 2) * keys * (2 * row_bytes + 4) + 1024
 
 

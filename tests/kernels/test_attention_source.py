@@ -2,6 +2,7 @@
 
 import ctypes
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pw_kernels import reference
-from pw_kernels.attention_plans import Arguments, Plan, constants_of, threads_of
+from pw_kernels.attention_plans import Arguments, Plan, choose_plan, constants_of, threads_of
 from support.cuda_source import CudaSource
 
 SOURCE = CudaSource("attention.cu", "attention_on_cpu.h", [  # defined by the headers
@@ -18,7 +19,7 @@ SOURCE = CudaSource("attention.cu", "attention_on_cpu.h", [  # defined by the he
     "load_columns", "transposed",
 ])  # fmt: skip
 DTYPE = torch.bfloat16
-PLAN = Plan(warps=4, units=3, blocks=2, part=96)
+PLAN = Plan(warps=4, units=3, part=96)
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 
@@ -95,12 +96,26 @@ class Case:
 def test_decode_attention(
     tmp_path: Path, heads: int, kv_heads: int, size: int, options: dict[str, Any]
 ) -> None:
-    plan = Plan(8, 4, 2, 112) if size == 64 else PLAN
+    plan = Plan(8, 4, 112) if size == 64 else PLAN
     case = Case([251, 1, 30, 97], [1, 1, 0, 1], heads, kv_heads, size, plan)
     library = case.compile(tmp_path, **options)
     found, want = case.run(library, **options), case.expected(**options)
     assert (found.float() - want.float()).norm() <= 5e-3 * want.float().norm()
     assert not found[3].any()
+
+
+@pytest.mark.parametrize(
+    ("heads", "size", "kilobytes", "ring"),
+    [(2, 128, 99, (4, 4)), (8, 128, 163, (8, 3)), (8, 256, 163, (4, 4)), (8, 256, 99, (4, 3))],
+)
+def test_plans_of_devices_with_less_room(
+    tmp_path: Path, heads: int, size: int, kilobytes: int, ring: tuple[int, int]
+) -> None:
+    plan = choose_plan(5, heads, 1, size, kilobytes << 10)
+    assert (plan.warps, plan.units) == ring
+    case = Case([251, 1, 30, 97], [1, 1, 0, 1], heads, 1, size, replace(plan, part=96))
+    found, want = case.run(case.compile(tmp_path, sinks=True)), case.expected(sinks=True)
+    assert (found.float() - want.float()).norm() <= 5e-3 * want.float().norm()
 
 
 def test_who_takes_a_part_does_not_matter(tmp_path: Path) -> None:
@@ -111,7 +126,7 @@ def test_who_takes_a_part_does_not_matter(tmp_path: Path) -> None:
     assert torch.equal(results[0], results[2])
 
 
-def test_a_token_s_result_does_not_depend_on_the_batch(tmp_path: Path) -> None:
+def test_with_equal_plans_a_token_s_result_does_not_depend_on_the_batch(tmp_path: Path) -> None:
     case = Case([60, 251], [1, 1], 2, 1, 128)
     library = case.compile(tmp_path)
     both = case.run(library)

@@ -11,6 +11,10 @@ from torch import Tensor
 
 from pw_kernels import reference
 from pw_kernels.attention_plans import (
+    MOST_GROUP,
+    MOST_TOKENS,
+    SIZES,
+    Plan,
     choose_plan,
     constants_of,
     most_workspace_bytes,
@@ -29,10 +33,16 @@ SHAPES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("capability", [80, 90, 100])
-def test_compiles_ahead_of_time(capability: int) -> None:
-    for heads, kv_heads, size in SHAPES[4 if capability == 90 else 5 :]:
-        plan = choose_plan(32, heads, kv_heads)
+ROOMS = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10}  # others: 227 KB
+
+
+@pytest.mark.parametrize(
+    ("capability", "shapes"),
+    [(80, [(8, 1, 256)]), (89, [(16, 16, 128)]), (90, SHAPES[4:]), (100, SHAPES[5:])],
+)
+def test_compiles_ahead_of_time(capability: int, shapes: list[tuple[int, int, int]]) -> None:
+    for heads, kv_heads, size in shapes:
+        plan = choose_plan(32, heads, kv_heads, size, ROOMS.get(capability, 227 << 10))
         constants = constants_of(plan, heads, kv_heads, size, 16, torch.bfloat16)
         constants |= {"WINDOW": int(size > 128), "SOFTCAP": int(size == 64), "SINKS": 1}
         try:
@@ -42,16 +52,31 @@ def test_compiles_ahead_of_time(capability: int) -> None:
         assert len(code) > 1000
 
 
-def test_blocks_fit_a_multiprocessor() -> None:
-    for (heads, kv_heads, size), tokens in product(SHAPES, (1, 8, 64)):
-        plan = choose_plan(tokens, heads, kv_heads)
-        constants = constants_of(plan, heads, kv_heads, size, 16, torch.bfloat16)
-        assert takes(heads, kv_heads, size)
-        assert 1 <= constants["BLOCKS"] <= plan.blocks
-        assert constants["BLOCKS"] * (shared_bytes(constants, 64) + 1024) <= 228 << 10
+@pytest.mark.parametrize("room", [*ROOMS.values(), 227 << 10])
+def test_every_shape_has_a_plan_that_fits_for_all_batches(room: int) -> None:
+    for group, size in product(range(1, MOST_GROUP + 1), SIZES):
+        heads = 4 * group
+        assert takes(heads, 4, size)
+        plans = [choose_plan(tokens, heads, 4, size, room) for tokens in (1, 126, 127, 512)]
+        assert len({(plan.warps, plan.units) for plan in plans}) == 1
+        for plan in plans:
+            constants = constants_of(plan, heads, 4, size, 16, torch.bfloat16)
+            assert shared_bytes(constants, MOST_TOKENS) <= room
     assert not takes(32, 1, 128)
     assert not takes(8, 8, 80)
     assert not takes(16, 2, 512)
+
+
+def test_plans_of_an_h200_are_those_that_were_measured() -> None:
+    for group, kv_heads, size in product(range(1, 2 * MOST_GROUP + 1), (1, 2, 4, 8, 16), SIZES):
+        if not takes(group * kv_heads, kv_heads, size):
+            continue
+        for tokens in (1, 2, 4, 5, 8, 16, 17, 32, 64, 127, 512):
+            rows = tokens * kv_heads * (1 if group <= MOST_GROUP else 2)
+            part = 256 if rows <= 4 else 512 if rows <= 16 else 1024
+            plan = choose_plan(tokens, group * kv_heads, kv_heads, size, 227 << 10)
+            assert plan == Plan(warps=8, units=4, part=part)
+            assert plan == choose_plan(tokens, group * kv_heads, kv_heads, size)
 
 
 def test_workspace_grows_with_the_batch() -> None:
@@ -61,13 +86,31 @@ def test_workspace_grows_with_the_batch() -> None:
             assert workspace_bytes(tokens, heads, kv_heads, size, 5000) <= most
 
 
-def test_a_block_has_room_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    q, plan = torch.empty(9, 16, 128), choose_plan(9, 16, 16)
-    needed = shared_bytes(constants_of(plan, 16, 16, 128, 1, torch.bfloat16), 9)
-    for room in (needed, needed - 1):
-        monkeypatch.setattr(nvrtc, "shared_bytes", lambda _, room=room: room)
-        assert cuda_attention._has_room(q, 9, 16) == (room == needed)
+@pytest.mark.parametrize(
+    ("kilobytes", "ring"), [(227, (8, 4)), (163, (8, 4)), (99, (4, 4)), (48, None)]
+)
+def test_a_block_has_room_on_the_device(
+    kilobytes: int, ring: tuple[int, int] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nvrtc, "shared_bytes", lambda _: kilobytes << 10)
+    for tokens in (1, 9, 127, 512):
+        q = torch.empty(tokens, 16, 128)
+        assert cuda_attention._has_room(q, tokens, 16) == (ring is not None)
+        plan = choose_plan(tokens, 16, 16, 128, kilobytes << 10)
+        assert ring is None or (plan.warps, plan.units) == ring
+    for size in (128, 256):  # of eight query heads, too, in the middle of the range as at its ends
+        found = {
+            cuda_attention._has_room(torch.empty(tokens, 32, size), tokens, 4)
+            for tokens in (1, 126, 127, 512)
+        }
+        assert found == {ring is not None}
+
+
+def test_a_block_has_room_for_the_lengths_of_all_sequences(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(nvrtc, "shared_bytes", lambda _: 227 << 10)
+    q = torch.empty(9, 16, 128)
     assert cuda_attention._has_room(q, 1 << 10, 16)
     assert not cuda_attention._has_room(q, 1 << 15, 16)
 
@@ -103,7 +146,7 @@ class Call:
 def test_on_a_gpu(heads: int, kv_heads: int, size: int, dtype: torch.dtype) -> None:
     call = Call([150, 1, 3000, 513, 64, 65, 1024, 9], heads, kv_heads, size, dtype)
     assert cuda_attention.fits(*call.args[:4])
-    assert parts_of(3000, choose_plan(8, heads, kv_heads)) > 1
+    assert parts_of(3000, choose_plan(8, heads, kv_heads, size).part) > 1
     sinks = torch.randn(heads, device="cuda")
     for options in ({}, {"window": 600}, {"softcap": 5.0, "sinks": sinks}):
         found, want = call.run(cuda_attention, **options), call.run(reference, **options)
@@ -120,7 +163,8 @@ def test_on_a_gpu(heads: int, kv_heads: int, size: int, dtype: torch.dtype) -> N
     want = call.run(reference)
     assert (again.float() - want.float()).norm() <= 1e-2 * want.float().norm()
     one = (q[2:3], keys, values, tables[2:3], starts[:2], lengths[2:3])
-    alone = cuda_attention.paged_attention(*one, scale=0.1, plan=choose_plan(8, heads, kv_heads))
+    plan = choose_plan(8, heads, kv_heads, size, nvrtc.shared_bytes(q.device.index))
+    alone = cuda_attention.paged_attention(*one, scale=0.1, plan=plan)
     assert torch.equal(alone[0], again[2])
 
 
