@@ -266,6 +266,7 @@ def matrix(
     budget = None if longest_within is None else parse_bytes(longest_within)
 
     from pw.engine.start.ground import device_of
+    from pw.evaluation.bench.faults import undisturbed
     from pw.evaluation.bench.longest import longest_contexts
     from pw.evaluation.bench.matrix import Matrix, run_matrix
     from pw.evaluation.bench.peers import transformers_generate
@@ -286,13 +287,20 @@ def matrix(
     if transformers:
         figures["transformers"] = transformers_generate(path, device_of(config), cells.contexts)
     figures |= run_matrix(path, config, cells, tell)
-    if budget is not None:
-        fixed = [name for name in cells.policies if not name.startswith(("adaptive", "held"))]
-        within = replace(config, memory_budget=budget)
-        figures["longest_contexts"] = longest_contexts(path, within, ["adaptive", *fixed])
-    if form == "md":
-        print(report(figures))
-    result.show("matrix", figures, common, printed=form == "md")
+    try:
+        if budget is not None and not (figures["interrupted"] or "failed" in figures):
+            fixed = [name for name in cells.policies if not name.startswith(("adaptive", "held"))]
+            within = replace(config, memory_budget=budget)
+            figures["longest_contexts"] = longest_contexts(path, within, ["adaptive", *fixed])
+    except KeyboardInterrupt:
+        figures["interrupted"] = True
+    finally:  # what has been measured is kept, whatever befell the rest
+        with undisturbed():
+            if form == "md":
+                print(report(figures))
+            result.show("matrix", figures, common, printed=form == "md")
+    if figures["interrupted"] or "failed" in figures:
+        raise typer.Exit(130 if figures["interrupted"] else 1)
 
 
 def compare(

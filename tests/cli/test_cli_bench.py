@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import csv
 import io
+import itertools
 import json
+import signal
 import socket
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from pw.evaluation.bench.filling import fill
+from pw.evaluation.bench.tables import report
 from support.cli import Outcome, run
 
 SETTINGS = {
@@ -72,6 +78,74 @@ def test_a_matrix_of_policies_beside_transformers(config: str, tmp_path: Path) -
     assert [cell["policy"] for cell in kept["cells"]] == ["dense", "static:3"]
     assert {row["policy"] for row in kept["longest_contexts"]} == {"adaptive", "dense", "static:3"}
     assert kept["machine"]["torch"]
+
+
+def broken_matrix(config: str, tmp_path: Path) -> tuple[Outcome, dict[str, Any]]:
+    """A matrix of two cells in which something breaks: what a user gets, and the record."""
+    cells = ("--policy", "static:3", "--batch-size", "1", "--batch-size", "2", "--context", "24")
+    more = ("--steps", "3", "--longest-within", "8MiB", "-q")
+    saved = ("--save-result", "--result-dir", str(tmp_path), "--result-filename", "kept.json")
+    done = run("bench", "matrix", config, *DUMMY, *SMALL[:4], *cells, *more, *saved)
+    return done, json.loads((tmp_path / "kept.json").read_text())
+
+
+def broken_from(number: int, error: BaseException) -> Callable[..., Any]:
+    """The filling of contexts, which breaks in a cell."""
+    calls = itertools.count(1)
+
+    def filling(*arguments: Any) -> Any:
+        if next(calls) == number:
+            raise error
+        return fill(*arguments)
+
+    return filling
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "interrupted"),
+    [(KeyboardInterrupt(), 130, True), (RuntimeError("CUDA error: gone"), 1, False)],
+)
+def test_a_matrix_that_is_cut_short_shows_and_saves_what_it_has(
+    config: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    error: BaseException,
+    code: int,
+    interrupted: bool,
+) -> None:
+    monkeypatch.setattr("pw.evaluation.bench.matrix.fill", broken_from(2, error))
+    done, kept = broken_matrix(config, tmp_path)
+    assert done.code == code
+    assert "| static:3 | 1 | 24 |" in done.out
+    assert kept["interrupted"] is interrupted
+    assert [cell["batch"] for cell in kept["cells"] if "left_out" not in cell] == [1]
+    assert "longest_contexts" not in kept
+
+
+def test_a_second_interrupt_does_not_lose_the_record(
+    config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def reporting(result: dict[str, Any]) -> str:
+        signal.raise_signal(signal.SIGINT)
+        return report(result)
+
+    before = signal.getsignal(signal.SIGINT)
+    monkeypatch.setattr("pw.evaluation.bench.tables.report", reporting)
+    monkeypatch.setattr("pw.evaluation.bench.matrix.fill", broken_from(2, KeyboardInterrupt()))
+    done, kept = broken_matrix(config, tmp_path)
+    assert (done.code, len(kept["cells"])) == (130, 1)
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_an_interrupt_in_the_longest_contexts_keeps_the_cells(
+    config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def longest(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("pw.evaluation.bench.longest.longest_contexts", longest)
+    done, kept = broken_matrix(config, tmp_path)
+    assert (done.code, kept["interrupted"], len(kept["cells"])) == (130, True, 2)
 
 
 def test_squeeze_of_dummy_weights_finds_its_own_budget(config: str) -> None:

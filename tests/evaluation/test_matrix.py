@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from pw.config import EngineConfig, PlannerConfig, PrecisionPolicy
 from pw.engine import Engine
-from pw.errors import ConfigError, PwError
+from pw.errors import ConfigError, EngineLostError, PwError
 from pw.evaluation.bench.filling import Ballast, fill
 from pw.evaluation.bench.floor import StepBytes, copy_bandwidth, step_bytes
 from pw.evaluation.bench.longest import longest_contexts
@@ -170,14 +172,128 @@ def test_cells_that_come_too_late_are_named(folder: Path) -> None:
     assert {cell["left_out"] for cell in found["cells"]} == {"no time left"}
 
 
-def test_an_interrupted_run_keeps_what_it_has(folder: Path) -> None:
-    def advance(text: str) -> None:
-        if text.startswith("| static:3 | 1 |"):
-            raise KeyboardInterrupt
+TWO = replace(SMALL, policies=("static:3", "dense"))
+FAULT = RuntimeError("CUDA error: an illegal memory access was encountered")
 
-    found = run_matrix(folder, CONFIG, replace(SMALL, policies=("static:3", "dense")), advance)
+
+@pytest.fixture
+def closed(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Whether each engine that was closed was lost."""
+    found: list[bool] = []
+    close = Engine.close
+
+    def closing(engine: Engine, *, lost: bool = False) -> None:
+        found.append(lost)
+        close(engine, lost=lost)
+
+    monkeypatch.setattr(Engine, "close", closing)
+    return found
+
+
+def breaking(monkeypatch: pytest.MonkeyPatch, number: int, error: BaseException) -> None:
+    """Let the contexts of one cell break with an error once they are there."""
+    calls = itertools.count(1)
+
+    def filling(engine: Engine, prompts: list[list[int]], tokens: int) -> list[str]:
+        names = fill(engine, prompts, tokens)
+        if next(calls) == number:
+            raise error
+        return names
+
+    monkeypatch.setattr("pw.evaluation.bench.matrix.fill", filling)
+
+
+def names_of(found: dict[str, Any], *, measured: bool) -> list[tuple[str, int]]:
+    cells = [cell for cell in found["cells"] if ("left_out" not in cell) is measured]
+    return [(cell["policy"], cell["batch"]) for cell in cells]
+
+
+def test_an_interrupted_run_keeps_what_it_has(
+    folder: Path, closed: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    breaking(monkeypatch, 2, KeyboardInterrupt())
+    found = run_matrix(folder, CONFIG, TWO)
+    assert found["interrupted"] is True
     assert [(cell["policy"], cell["batch"]) for cell in found["cells"]] == [("static:3", 1)]
+    assert closed == [False]
     assert "| static:3 | 1 | 48 |" in report(found)
+
+
+def test_an_interrupt_while_an_engine_ends_keeps_the_cells(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def end(engine: Engine) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("pw.evaluation.bench.faults.end", end)
+    breaking(monkeypatch, 2, KeyboardInterrupt())
+    found = run_matrix(folder, CONFIG, TWO)
+    assert found["interrupted"] is True
+    assert names_of(found, measured=True) == [("static:3", 1)]
+
+
+@pytest.mark.parametrize(
+    "error", [ValueError("odd\nmore"), torch.OutOfMemoryError("CUDA out of memory")]
+)
+def test_a_cell_that_breaks_is_left_out_and_the_rest_is_measured(
+    folder: Path, closed: list[bool], monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    breaking(monkeypatch, 1, error)
+    found = run_matrix(folder, CONFIG, TWO)
+    assert names_of(found, measured=True) == [("static:3", 4), ("dense", 1), ("dense", 4)]
+    text = str(error).partition("\n")[0]
+    assert found["cells"][0]["left_out"] == f"{type(error).__name__}: {text}"
+    assert (found["interrupted"], "failed" in found) == (False, False)
+    assert closed == [False, False]
+
+
+@pytest.mark.parametrize("error", [FAULT, torch.AcceleratorError("gone"), EngineLostError("gone")])
+def test_a_lost_device_ends_the_run_and_the_cells_are_kept(
+    folder: Path, closed: list[bool], monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    breaking(monkeypatch, 2, error)
+    found = run_matrix(folder, CONFIG, TWO)
+    assert names_of(found, measured=True) == [("static:3", 1)]
+    assert names_of(found, measured=False) == [("static:3", 4)]
+    assert found["failed"] == found["cells"][1]["left_out"] == f"{type(error).__name__}: {error}"
+    assert closed == [True]
+
+
+def test_a_lost_device_is_raised_where_nothing_was_measured(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    breaking(monkeypatch, 1, FAULT)
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        run_matrix(folder, CONFIG, TWO)
+
+
+def test_an_engine_that_gets_no_memory_is_left_out(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opens = Engine.from_artifact
+
+    def opening(path: Path, config: EngineConfig) -> Engine:
+        if config.policy.kind == "static":
+            raise torch.OutOfMemoryError("no room")
+        return opens(path, config)
+
+    monkeypatch.setattr(Engine, "from_artifact", opening)
+    found = run_matrix(folder, CONFIG, TWO)
+    assert found["cells"][0] == {"policy": "static:3", "left_out": "OutOfMemoryError: no room"}
+    assert names_of({"cells": found["cells"][1:]}, measured=True) == [("dense", 1), ("dense", 4)]
+
+
+@pytest.mark.parametrize("error", [PwError("no room"), ValueError("no room")])
+def test_widths_are_held_only_of_cells_that_were_measured(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    breaking(monkeypatch, 2, error)
+    policies = ("adaptive:4", "adaptive:3", "adaptive:2", "held:3")
+    found = run_matrix(folder, CONFIG, replace(SMALL, policies=policies, batches=(1,)))
+    assert names_of(found, measured=True) == [("adaptive:4", 1), ("adaptive:2", 1)]
+    left_out = {cell["policy"]: cell.get("left_out") for cell in found["cells"]}
+    assert str(left_out["adaptive:3"]).endswith("no room")
+    assert left_out["held:3"] == "no cell of adaptive:3 was measured"
 
 
 def test_adaptive_policies_share_an_engine_widest_first(folder: Path) -> None:
@@ -259,9 +375,17 @@ def test_what_is_no_policy_of_the_comparison_is_refused(text: str) -> None:
         parse_policy(text)
 
 
-def test_generate_of_transformers_is_timed_token_by_token(folder: Path) -> None:
-    import torch
+def test_the_hint_names_every_kind_of_policy() -> None:
+    with pytest.raises(ConfigError) as refused:
+        parse_policy("replay:a")
+    for text in refused.value.hint.removeprefix("use ").split(", "):
+        parse_policy(text)
+    assert {"dense", "static:3", "adaptive:3", "held:3"} <= set(
+        refused.value.hint.removeprefix("use ").split(", ")
+    )
 
+
+def test_generate_of_transformers_is_timed_token_by_token(folder: Path) -> None:
     rows = transformers_generate(folder, torch.device("cpu"), (12,), ("sdpa", "eager"), tokens=5)
     assert [row["attention"] for row in rows] == ["sdpa", "eager"]
     for row in rows:
@@ -271,6 +395,4 @@ def test_generate_of_transformers_is_timed_token_by_token(folder: Path) -> None:
 
 
 def test_a_copy_moves_bytes() -> None:
-    import torch
-
     assert 1e8 < copy_bandwidth(torch.device("cpu")) < 1e12

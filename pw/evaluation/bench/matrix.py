@@ -17,6 +17,7 @@ difference.
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 import tempfile
 import time
@@ -26,10 +27,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from pw.config import EngineConfig, PrecisionPolicy
 from pw.engine import Engine
 from pw.errors import BudgetError, ConfigError, PwError
+from pw.evaluation.bench.faults import clear, ended, is_lost, message
 from pw.evaluation.bench.filling import Ballast, fill
 from pw.evaluation.bench.floor import copy_bandwidth, step_bytes
 from pw.evaluation.bench.profile import class_floors, kernel_milliseconds
@@ -38,13 +41,14 @@ from pw.evaluation.bench.timing import (
     captured,
     collect,
     device_milliseconds,
-    end,
     first_tokens,
     in_turn,
     random_prompts,
     timed,
 )
 from pw.planning.bits_file import write_bits
+
+logger = logging.getLogger(__name__)
 
 _SETTLE = 40  # steps before the measured ones: planes rest, and contexts grow alike in all cells
 _REST = 12  # steps behind the measured ones
@@ -110,7 +114,8 @@ def parse_policy(text: str) -> tuple[PrecisionPolicy, int | None]:
         return PrecisionPolicy("adaptive" if kind == "adaptive" else "static"), int(bits)
     if text != "dense" and not (kind == "static" and bits.isdigit()):
         raise ConfigError(
-            f"not a policy of the comparison: `{text}`", "use dense, static:3, adaptive:3"
+            f"not a policy of the comparison: `{text}`",
+            "use dense, static:3, adaptive:3, held:3",
         )
     return PrecisionPolicy.parse(text), None
 
@@ -121,7 +126,9 @@ def run_matrix(
     matrix: Matrix,
     advance: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Any]:
-    """Measure all cells.
+    """Measure all cells; Ctrl-C and a lost device end the run, and the cells so far are kept.
+
+    The result says so: `interrupted`, and `failed` with the error in a line.
 
     Args:
         folder: An artifact, or what stands for dummy weights.
@@ -139,52 +146,105 @@ def run_matrix(
             config.planner, low_watermark=0.0, high_watermark=_TINY, forecast_steps=tokens
         ),
     )
-    cells: list[dict[str, Any]] = []
-    speeds: list[float] = []  # of a copy, once it has been measured
+    run, result = _Run(folder, config, matrix, advance), dict[str, Any](interrupted=False)
     try:
-        _measure(folder, config, matrix, cells, speeds, advance)
+        run.measure()
     except KeyboardInterrupt:
-        advance("interrupted: what has been measured is kept")
+        result["interrupted"] = True
+    except Exception as error:
+        if all("left_out" in cell for cell in run.cells):
+            raise
+        logger.error("the run is over, what was measured is kept", exc_info=error)
+        result["failed"] = message(error)
     return {
-        "copy_bandwidth_GB_s": sum(speeds) / 1e9,
-        "cells": cells,
-        "speedups_over_dense": speedups(cells),
-        "adaptive_over_uniform": at_equal_bytes(cells),
-    }
+        "copy_bandwidth_GB_s": run.speed / 1e9,
+        "cells": run.cells,
+        "speedups_over_dense": speedups(run.cells),
+        "adaptive_over_uniform": at_equal_bytes(run.cells),
+    } | result
 
 
-def _measure(
-    folder: Path,
-    config: EngineConfig,
-    matrix: Matrix,
-    cells: list[dict[str, Any]],
-    speeds: list[float],
-    advance: Callable[[str], None],
-) -> None:
-    """Add each cell as it is measured."""
-    ends = time.monotonic() + matrix.seconds
-    with tempfile.TemporaryDirectory() as temporary:
-        widths = _Widths(Path(temporary))
-        for group in _by_engine(matrix.policies):
-            if time.monotonic() > ends:
-                cells += [{"policy": policy, "left_out": _LATE} for policy in group]
+class _Run:
+    """The cells of a run, each added as it is measured."""
+
+    def __init__(
+        self,
+        folder: Path,
+        config: EngineConfig,
+        matrix: Matrix,
+        advance: Callable[[str], None],
+    ) -> None:
+        self._folder, self._config, self._matrix = folder, config, matrix
+        self._advance = advance
+        self._ends = time.monotonic() + matrix.seconds
+        self.cells: list[dict[str, Any]] = []
+        self.speed = 0.0  # of a copy in bytes a second, once it has been measured
+
+    def measure(self) -> None:
+        """Measure all cells.
+
+        Raises:
+            Exception: What no cell can be measured after.
+        """
+        with tempfile.TemporaryDirectory() as temporary:
+            widths = _Widths(Path(temporary))
+            for group in _by_engine(self._matrix.policies):
+                if self._late():
+                    self.cells += [{"policy": policy, "left_out": _LATE} for policy in group]
+                    continue
+                started = time.perf_counter()
+                if (engine := self._open(group[0], widths)) is not None:
+                    with ended(engine):
+                        self._warm_up(engine, group[0], started)
+                        self._measure_with(engine, group, widths)
+                    del engine
+                collect()
+
+    def _late(self) -> bool:
+        return time.monotonic() > self._ends
+
+    def _add(self, cell: dict[str, Any]) -> None:
+        self.cells.append(cell)
+        self._advance(line(cell))
+
+    def _open(self, policy: str, widths: _Widths) -> Engine | None:
+        """An engine; None, and a cell that says why not."""
+        try:
+            chosen = replace(self._config, policy=widths.policy(policy))
+            return Engine.from_artifact(self._folder, chosen)
+        except (BudgetError, torch.OutOfMemoryError) as error:
+            self._add({"policy": policy, "left_out": message(error)})
+            return None
+
+    def _warm_up(self, engine: Engine, policy: str, started: float) -> None:
+        """Compute a prompt of each length."""
+        for context in self._matrix.contexts:
+            first_tokens(engine, 1, min(context, self._matrix.prompt_tokens), seed=-1)
+        self._advance(f"{policy}: ready in {time.perf_counter() - started:.1f} s")
+
+    def _measure_with(self, engine: Engine, group: Sequence[str], widths: _Widths) -> None:
+        """Add the cells of an engine."""
+        matrix = self._matrix
+        self.speed = self.speed or copy_bandwidth(engine._parts.arena.pages.device)
+        ballast = Ballast(engine)
+        for policy, (batch, context) in itertools.product(group, matrix.shapes):
+            cell = _Cell(engine, ballast, policy, batch, context, matrix)
+            if self._late():
+                self._add(cell.name | {"left_out": _LATE})
                 continue
-            engine = _start(folder, config, group[0], widths, cells, matrix, advance)
-            if engine is None:
-                continue
-            if not speeds:
-                speeds.append(copy_bandwidth(engine._parts.arena.pages.device))
-            ballast = Ballast(engine)
-            for policy, (batch, context) in itertools.product(group, matrix.shapes):
-                cell = _Cell(engine, ballast, policy, batch, context, matrix)
-                late = time.monotonic() > ends
-                cells.append(cell.name | {"left_out": _LATE} if late else cell.measure(speeds[0]))
-                advance(line(cells[-1]))
+            try:
+                found = cell.measure(self.speed)
+            except Exception as error:
+                self._add(cell.name | {"left_out": message(error)})
+                if is_lost(error):
+                    raise
+                if not isinstance(error, PwError):
+                    logger.error("a cell is left out", exc_info=error)
+                ballast.leave(engine._parts.pool.num_pages)  # of which the books know nothing
+                clear(engine)
+            else:
                 widths.note(policy, engine)
-                del cell
-            end(engine)
-            del engine, ballast
-            collect()
+                self._add(found)
 
 
 def _by_engine(policies: Iterable[str]) -> list[list[str]]:
@@ -209,7 +269,7 @@ class _Widths:
         return self._folder / f"{bits}.json"
 
     def note(self, policy: str, engine: Engine) -> None:
-        """Keep those of a cell's end, if it is the first of its policy."""
+        """Keep those of a measured cell's end, if it is the first of its policy."""
         kind, bits = parse_policy(policy)
         table = engine._parts.table
         if kind.kind == "adaptive" and bits and table and not self._file(bits).exists():
@@ -229,29 +289,6 @@ class _Widths:
         return replace(policy, path=self._file(bits))
 
 
-def _start(
-    folder: Path,
-    config: EngineConfig,
-    policy: str,
-    widths: _Widths,
-    cells: list[dict[str, Any]],
-    matrix: Matrix,
-    advance: Callable[[str], None],
-) -> Engine | None:
-    """An engine that has computed a prompt of each length; None, and a cell that says why not."""
-    started = time.perf_counter()
-    try:
-        engine = Engine.from_artifact(folder, replace(config, policy=widths.policy(policy)))
-    except BudgetError as error:
-        cells.append({"policy": policy, "left_out": str(error)})
-        advance(line(cells[-1]))
-        return None
-    for context in matrix.contexts:
-        first_tokens(engine, 1, min(context, matrix.prompt_tokens), seed=-1)
-    advance(f"{policy}: ready in {time.perf_counter() - started:.1f} s")
-    return engine
-
-
 class _Cell:
     """A policy at a batch size and a context."""
 
@@ -269,23 +306,22 @@ class _Cell:
         self.name = {"policy": policy, "batch": batch, "context": context}
 
     def measure(self, bandwidth: float) -> dict[str, Any]:
-        """The figures; why there are none, where the contexts do not fit."""
+        """The figures.
+
+        Raises:
+            PwError: The contexts do not fit.
+        """
         name, engine, matrix = self.name, self._engine, self._matrix
-        try:
-            self._set_bytes()
-            first = None
-            if self._batch * self._context <= matrix.prompt_tokens:
-                first_tokens(engine, self._batch, self._context, 1000 + self._batch)  # compiles
-                first = sorted(
-                    first_tokens(engine, self._batch, self._context, self._batch + 100 * run)
-                    for run in range(_PROMPT_RUNS)
-                )[_PROMPT_RUNS // 2]
-            prompts = random_prompts(engine, self._batch, self._context, seed=0)
-            names = fill(engine, prompts, matrix.tokens)
-        except PwError as error:
-            for request in list(engine._sequences):
-                engine.abort(request)
-            return name | {"left_out": str(error)}
+        self._set_bytes()
+        first = None
+        if self._batch * self._context <= matrix.prompt_tokens:
+            first_tokens(engine, self._batch, self._context, 1000 + self._batch)  # compiles
+            first = sorted(
+                first_tokens(engine, self._batch, self._context, self._batch + 100 * run)
+                for run in range(_PROMPT_RUNS)
+            )[_PROMPT_RUNS // 2]
+        prompts = random_prompts(engine, self._batch, self._context, seed=0)
+        names = fill(engine, prompts, matrix.tokens)
         timed(engine, _SETTLE)
         times = timed(engine, matrix.steps)
         status = engine.status()
