@@ -10,8 +10,9 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -91,6 +92,7 @@ def run(
     device: str = "auto",
     stages: Sequence[str] = (QUANTIZE,),
     artifacts: int = 1,
+    steps: int = 0,
 ) -> DryRunReport:
     """Plan what `quantize.run` with the same arguments would do, and the stages that follow.
 
@@ -100,8 +102,10 @@ def run(
         config: Widths and calibration text.
         overwrite: Whether an artifact of other settings may be replaced.
         device: "auto", "cpu" or "cuda".
-        stages: What would run, in this order: "quantize", "sensitivity", "tune", "trace".
-        artifacts: How many of them stay on the disk.
+        stages: What would run, in this order: "quantize", "sensitivity", "tune", "distillation",
+            "trace".
+        artifacts: How many of them are on the disk at a time.
+        steps: Of the distillation.
 
     Raises:
         PwError: What `quantize.run` would raise, as far as it does not depend on weights; a disk or
@@ -113,7 +117,7 @@ def run(
     subject = Subject.of_checkpoint(checkpoint)
     _check_output(out, subject, samples, config, _max_bits(subject, config), overwrite)
     shape = samples.windows.shape[0], samples.windows.shape[1]
-    report = _plan(model, subject, out, config, shape, device, stages, artifacts)
+    report = _plan(model, subject, out, config, shape, device, stages, artifacts, steps)
     _check_room(out, report)
     return report
 
@@ -127,6 +131,7 @@ def run_config(
     device: str = "auto",
     stages: Sequence[str] = (QUANTIZE,),
     artifacts: int = 1,
+    steps: int = 0,
 ) -> DryRunReport:
     """Plan for a model of which nothing but its config is here; arguments as those of `run`.
 
@@ -138,7 +143,7 @@ def run_config(
     """
     subject, text = Subject.of_config(file), config.calibration
     shape = text.nsamples, text.seqlen
-    report = _plan(model, subject, Path(out), config, shape, device, stages, artifacts)
+    report = _plan(model, subject, Path(out), config, shape, device, stages, artifacts, steps)
     return replace(report, config_file=file)
 
 
@@ -151,6 +156,7 @@ def _plan(
     device: str,
     stages: Sequence[str],
     artifacts: int,
+    steps: int,
 ) -> DryRunReport:
     """The plan for a text of so many samples and tokens in each."""
     geometry, itemsize = subject.geometry, subject.dtype.itemsize
@@ -158,9 +164,9 @@ def _plan(
     widths = [b for b in WIDTHS if config.min_bits <= b <= max_bits]
     where = torch.device(usable_device(device))
     needs = Needs(subject, text, widths, config.codebook, where)
-    kinds = {
+    kinds: dict[str, Callable[[], StageNeeds]] = {
         QUANTIZE: needs.quantize, "sensitivity": needs.sensitivity, "tune": needs.tune,
-        "trace": needs.trace,
+        "distillation": partial(needs.distillation, steps), "trace": needs.trace,
     }  # fmt: skip
     known = {name: kinds[name]() for name in dict.fromkeys(stages)}
     dtype = str(subject.dtype).removeprefix("torch.")
@@ -202,10 +208,14 @@ def _check_room(out: Path, report: DryRunReport) -> None:
     if report.disk_free < report.disk_bytes:
         raise disk_full(out, report.disk_bytes)
     if report.memory_there < report.memory_bytes:
+        largest = max(report.stages, key=lambda stage: stage.memory_bytes).stage
+        hint = "`--codebook kmeans` needs less, and so do shorter samples: --seqlen"
+        if largest == "distillation":
+            hint = "leave `distill` out, or use a device with more memory"
         raise ConfigError(
             f"about {format_bytes(report.memory_bytes)} of memory are needed, "
             f"{format_bytes(report.memory_there)} are there",
-            "`--codebook kmeans` needs less, and so do shorter samples: --seqlen",
+            hint,
         )
 
 

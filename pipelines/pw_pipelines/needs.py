@@ -16,7 +16,8 @@ from pw_kernels.bitplane import plane_bytes
 from pw_pipelines.activations import GPU_SHARE, MEMORY_BYTES
 from pw_pipelines.codebook import fit_codebook
 from pw_pipelines.costs import forward_operations, sensitivity_operations
-from pw_pipelines.observation import LOGITS_AT_ONCE
+from pw_pipelines.distill import WINDOWS_PER_STEP, distill_bytes
+from pw_pipelines.observation import LOGITS_AT_ONCE, kept_bytes
 from pw_pipelines.outputs import WINDOWS
 from pw_pipelines.quantize import uniform_bytes
 from pw_pipelines.rates import seconds_per_operation, timed
@@ -62,9 +63,9 @@ class Needs:
         self._subject, self._geometry = subject, subject.geometry
         self._widths, self._device = widths, device
         self._joint = codebook == "joint"
-        samples, seqlen = text
-        self._tokens = samples * seqlen
-        self._gradient_tokens = min(samples, WINDOWS) * seqlen  # that `tune` reads there and back
+        samples, self._seqlen = text
+        self._tokens = samples * self._seqlen
+        self._gradient_tokens = min(samples, WINDOWS) * self._seqlen  # `tune`, there and back
         self._itemsize = subject.dtype.itemsize
         self._run_itemsize = 4 if device.type == "cpu" else self._itemsize
         self._per_operation = seconds_per_operation(device)
@@ -110,6 +111,24 @@ class Needs:
             max(again.scratch_bytes, self._scratch(self._places, self._gradient_tokens)),
             again.read_bytes + 2 * self._subject.text_bytes,
             {"gradients": self._operations_seconds(operations)} | again.seconds,
+        )
+
+    def distillation(self, steps: int) -> StageNeeds:
+        """All routed experts at once, as they are trained, beside a reading; the model read by
+        layers once unquantized and there and back with what is trained, at every step.
+        """
+        subject, tokens = self._subject, WINDOWS_PER_STEP * self._seqlen
+        reading = self._reading(self._places, head=True, tokens=tokens)
+        trained = distill_bytes(self._geometry.weights)
+        operations = 4 * steps * forward_operations(subject, tokens)
+        whole = subject.text_bytes * 4 // self._itemsize  # in float32
+        again = 0 if whole <= kept_bytes(self._device) else 3 * steps + 4
+        return StageNeeds(
+            "distillation",
+            int(trained + reading + self._on_the_way_back()),
+            self._scratch(self._places, tokens),
+            (2 + again) * subject.text_bytes,
+            {"steps": self._operations_seconds(operations)},
         )
 
     def sensitivity(self) -> StageNeeds:

@@ -71,7 +71,7 @@ class ObservedModel:
         self.geometry = checkpoint.geometry
         own = torch.float32 if self.device.type == "cpu" else checkpoint.weight_dtype
         self._dtype = dtype or own
-        room = _cache_bytes(self.device) if cache_bytes is None else cache_bytes
+        room = kept_bytes(self.device) if cache_bytes is None else cache_bytes
         self._model = LayeredModel(checkpoint, self._dtype, self.device, room)
         self._original = self._model.experts.weight
         self._scratch = scratch
@@ -350,7 +350,7 @@ def _given(gradient: Tensor, _ids: Tensor, _output: Tensor) -> Tensor:
     return gradient
 
 
-def _cache_bytes(device: torch.device) -> int:
+def kept_bytes(device: torch.device) -> int:
     """For layers that are kept: reading them again takes as long as computing on a GPU."""
     if device.type != "cuda":
         return _CACHE_BYTES

@@ -12,13 +12,18 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
+import torch
+
 from pw.config import CalibrationConfig, QuantizeConfig, TuneConfig
 from pw.errors import ConfigError, ModelError
+from pw.models.checkpoint import Checkpoint
 from pw.models.resolve import resolve_model
 from pw.store.artifact import QUANTIZE, Artifact
 from pw.store.manifest import MANIFEST
 from pw_pipelines import quantize, residuals, sensitivity, trace, tune
+from pw_pipelines.distill import check_room
 from pw_pipelines.progress import Progress
+from pw_pipelines.ranks import usable_device
 from pw_pipelines.residuals import ResidualConfig
 
 _TABLES = ("quantize", "calibration", "tune", "residuals", "evaluation")
@@ -114,6 +119,9 @@ def run(
     common: dict[str, Any] = {"overwrite": overwrite, "device": device}
     text, out, model = recipe.quantize.calibration, recipe.output, recipe.model
     first = first_output(recipe)
+    if recipe.tune is not None and recipe.tune.distill and not (out / MANIFEST).exists():
+        weights = Checkpoint.open(resolve_model(model)).geometry.weights
+        check_room(weights, torch.device(usable_device(device)))  # not after hours of other stages
     quantize.run(model, first, recipe.quantize, progress, recipe=recipe.path, **common)
     sensitivity.run(first, text, progress, model=model, **common)
     if recipe.tune is None:
@@ -126,8 +134,20 @@ def run(
 
 def stages_that_read(recipe: Recipe) -> tuple[str, ...]:
     """Names of the stages of `run` that read the model, in order."""
-    again = () if recipe.tune is None else ("tune", sensitivity.STAGE)
-    return (QUANTIZE, sensitivity.STAGE, *again, "trace")
+    if recipe.tune is None:
+        return (QUANTIZE, sensitivity.STAGE, "trace")
+    trained = ("distillation",) if recipe.tune.distill else ()
+    return (QUANTIZE, sensitivity.STAGE, "tune", *trained, sensitivity.STAGE, "trace")
+
+
+def artifacts_at_once(recipe: Recipe) -> int:
+    """How many folders of an artifact's size `run` has on the disk at a time.
+
+    Beside the output what it tunes; before a training the fit, too, and what was trained.
+    """
+    if recipe.tune is None:
+        return 1
+    return 4 if recipe.tune.distill else 2
 
 
 def find_model(recipe: Recipe) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -82,7 +82,7 @@ class Trained:
             before, after = saved.get_tensor(_DIVERGENCE).tolist()
         return Distilled(before, after)
 
-    def write(self, writer: ArtifactWriter, widths: tuple[int, ...]) -> None:
+    def write(self, writer: ArtifactWriter, widths: Sequence[int]) -> None:
         """Write all blocks that are not written yet."""
         geometry = writer.manifest.geometry
         with safe_open(self.path, "pt") as saved:

@@ -103,7 +103,7 @@ def _sha256(dataset: str) -> str:
 def _shared(windows: Tensor, others: Tensor) -> Tensor:
     """Which of windows [W, S] have a run of `RUN` tokens that is in other windows [V, S]: [W]."""
     length = min(RUN, max(1, windows.shape[1] // 2))
-    return torch.isin(_runs(windows, length), _runs(others, length).unique()).any(1)
+    return torch.isin(_runs(windows, length), _runs(others, length)).any(1)
 
 
 def _runs(windows: Tensor, length: int) -> Tensor:

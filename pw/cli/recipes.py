@@ -72,7 +72,8 @@ def _plan(recipe: Recipe, device: str, common: Common, *, overwrite: bool, elsew
     how: dict[str, Any] = {
         "device": device,
         "stages": stage.stages_that_read(recipe),
-        "artifacts": 1 if recipe.tune is None else 2,
+        "artifacts": stage.artifacts_at_once(recipe),
+        "steps": 0 if recipe.tune is None else recipe.tune.distill,
     }
     file = recipe.path.parent / "configs" / f"{recipe.path.stem}.json"
     try:

@@ -274,7 +274,7 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(made: Made, tmp_path: Path
 def test_a_recipe_of_a_model_that_is_not_here_is_planned_from_its_config(tmp_path: Path) -> None:
     (tmp_path / "configs").mkdir()
     recipe, config = tmp_path / "big.toml", tmp_path / "configs" / "big.json"
-    recipe.write_text(f'model = "nobody/big"\noutput = "{tmp_path}/big.pw"\n[tune]\nbits = 3\n')
+    recipe.write_text(f'model = "nobody/big"\noutput = "{tmp_path}/big.pw"\n[tune]\ndistill = 9\n')
     lost = run("run", str(recipe), "--dry-run")
     assert (lost.code, lost.out) == (1, "")
     assert "error: model is not in the local cache: `nobody/big`" in lost.err
@@ -285,8 +285,12 @@ def test_a_recipe_of_a_model_that_is_not_here_is_planned_from_its_config(tmp_pat
     assert first == "checkpoint is not here: `nobody/big`: planned from its config alone,"
     assert second.startswith(f"`{config}`; ")
     assert "nobody/big (qwen3_moe)" in rest[0]
-    named = [line.split()[0] for line in rest if line.startswith(("  quant", "  sens", "  t"))]
-    assert named == ["quantize", "sensitivity", "tune", "sensitivity", "trace"]
+    named = [
+        line.split()[0] for line in rest if line.startswith(("  quant", "  sens", "  t", "  di"))
+    ]
+    assert named == [
+        "quantize", "sensitivity", "tune", "distillation", "sensitivity", "trace"
+    ]  # fmt: skip
     told = run("run", str(recipe), "--dry-run", "--model", "nobody/other")
     assert (told.code, told.out) == (1, "")
     described = json.loads(run("quantize", str(config), "--dry-run", "--json").out)

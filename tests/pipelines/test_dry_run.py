@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -146,6 +147,27 @@ def test_stages_need_what_they_then_take(tmp_path: Path, monkeypatch: pytest.Mon
     config_bytes = 3 * (tmp_path / "model" / "config.json").stat().st_size
     for found, stage in zip(read, planned.stages, strict=True):
         assert found <= stage.read_bytes + config_bytes
+
+
+@pytest.mark.usefixtures("no_weights")
+def test_a_distillation_counts_all_experts_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = str(tmp_path / "model")
+    random_checkpoint(tmp_path / "model", "mixtral")
+    config = QuantizeConfig(max_bits=4, calibration=calibration(tmp_path))
+    how: dict[str, Any] = {"stages": ("quantize", "tune", "distillation"), "steps": 6}
+    found = dry_run.run(model, tmp_path / "a.pw", config, **how)
+    weights = Checkpoint.open(Path(model)).geometry.weights
+    stage = found.stages[2]
+    assert stage.stage == "distillation"
+    assert stage.memory_bytes > 40 * weights
+    assert set(stage.seconds) == {"steps"}
+    monkeypatch.setattr(Needs, "memory_there", lambda _: 40 * weights)
+    monkeypatch.setattr(needs, "distill_bytes", lambda weights: weights << 20)
+    with pytest.raises(ConfigError, match="of memory are needed") as refused:
+        dry_run.run(model, tmp_path / "a.pw", config, **how)
+    assert "leave `distill` out" in refused.value.hint
 
 
 @pytest.mark.usefixtures("no_weights")

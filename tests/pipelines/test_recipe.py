@@ -7,7 +7,7 @@ from pw.config import PrecisionPolicy
 from pw.errors import ConfigError
 from pw.store.artifact import Artifact
 from pw.store.verify import verify
-from pw_pipelines import recipe
+from pw_pipelines import distill, recipe
 from pw_pipelines.recipe import load_recipe
 from support.offline import QUIET, random_checkpoint, tree_digests, write_text
 
@@ -110,3 +110,22 @@ def test_the_kept_recipe_gives_the_same_bytes(tmp_path: Path) -> None:
     assert verify(Artifact.open(tmp_path / "out.pw")) == []
     recipe.run(replace(load_recipe(kept), output=tmp_path / "again.pw"), QUIET)
     assert tree_digests(tmp_path / "again.pw") == tree_digests(tmp_path / "out.pw")
+
+
+def test_a_training_that_has_no_room_is_refused_before_the_first_stage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    random_checkpoint(tmp_path / "model", "mixtral")
+    write_text(tmp_path / "text.txt")
+    head = f'model = "{tmp_path / "model"}"\noutput = "{tmp_path / "out.pw"}"\n'
+    made = load_recipe(write(tmp_path, f"{head}[tune]\ndistill = 6\n"))
+    stages = ("quantize", "sensitivity", "tune", "distillation", "sensitivity", "trace")
+    assert recipe.stages_that_read(made) == stages
+    assert recipe.artifacts_at_once(made) == 4
+    plain = load_recipe(write(tmp_path, f"{head}[tune]\nbits = 2.5\n"))
+    assert recipe.stages_that_read(plain) == (*stages[:3], *stages[4:])
+    assert recipe.artifacts_at_once(plain) == 2
+    monkeypatch.setattr(distill, "host_bytes", lambda: 1000)
+    with pytest.raises(ConfigError, match="for all routed experts at once"):
+        recipe.run(made, QUIET, device="cpu")
+    assert not list(tmp_path.glob("out*"))
