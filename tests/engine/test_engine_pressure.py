@@ -16,7 +16,6 @@ import pytest
 from pw.engine import Engine
 from pw.engine.request import EngineStatus, SamplingParams
 from pw.errors import BudgetError, ConfigError, RequestError, StoreError
-from pw.planning.planner import plan
 from pw.planning.pressure import Decision
 from support.engines import open_engine, random_prompt, tight_budget
 
@@ -137,23 +136,6 @@ def test_layer_floors_bound_what_may_be_released(qwen: tuple[Any, Path]) -> None
     assert free.status().mean_bits == 2
     # The floor is soft for a sequence that runs alone.
     assert len(bound.generate([random_prompt(150, 1)], GREEDY)) == 1
-
-
-def test_layer_floors_bound_what_an_older_plan_has_left(qwen: tuple[Any, Path]) -> None:
-    budget = tight_budget(qwen[1], kv_tokens=80)
-    dials: dict[str, Any] = {"planner_low_watermark": 0.01, "planner_hot_expert_floor": 2}
-    engine = open_engine(qwen[1], memory_budget=budget, planner_layer_floor=5.0, **dials)
-    precision: Any = engine._parts.precision
-    state = precision._state(hard=False)
-    precision._reserve.fill(state, plan(state, state.total_bytes), precision._turn)
-    table = precision._table
-    size = len(state.bits) // len(table.geometry.layers)
-    for block in range(size):  # somebody else takes what the first layer has to give
-        if table.committed[:size].sum() - 1 >= 5 * size:
-            table.reduce(block, int(table.committed[block]) - 1)
-    precision.release(10**6, "test")
-    assert min(engine.status().layer_bits.values()) >= 5
-    engine.check_integrity()
 
 
 def test_the_thread_that_looks_for_trades_ends_with_the_engine(qwen: tuple[Any, Path]) -> None:

@@ -1,4 +1,4 @@
-"""How long safe points may take, and what is done beside steps."""
+"""How long safe points may take, what is done beside steps, what becomes of plans and trades."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from pw.engine.precision import adaptive
 from pw.engine.precision.pace import Pace
 from pw.engine.request import SamplingParams
-from pw.planning.planner import Plan
+from pw.planning.planner import Plan, plan
 from pw.planning.rebalance import Trade
 from support.engines import open_engine, tight_budget
 
@@ -117,6 +117,58 @@ def test_a_trade_that_was_looked_for_before_a_promise_does_not_break_it(
     while precision._agenda:
         precision._begin_planned(0)
     assert precision._table.committed[wide] == bits[wide]
+
+
+@pytest.mark.parametrize("refused", ["layer floor", "stale"])
+def test_a_trade_ends_where_its_reductions_are_refused(
+    qwen: tuple[Any, Path], refused: str
+) -> None:
+    """Its raises would take pages that were freed for KV."""
+    budget = tight_budget(qwen[1], kv_tokens=80)
+    floor = 5.0 if refused == "layer floor" else 0.0
+    engine = open_engine(
+        qwen[1], memory_budget=budget, planner_layer_floor=floor, planner_hot_expert_floor=2
+    )
+    precision: Any = engine._parts.precision
+    precision.release(10**6 if floor else 40, "test")  # to the floor of every layer
+    bits, free = precision._table.committed.copy(), precision._pool.free_count
+    wide, narrow, trade = trade_at(bits)
+    assert bits[wide] > bits[narrow]
+    assert free >= precision._table.raise_pages(narrow, int(bits[narrow]) + 1) > 0
+    if not floor:
+        trade.down.from_bits[0] -= 1
+    precision._trade(trade, 0.0)
+    assert not precision._agenda
+    assert not precision._table.in_transfer
+    assert (precision._table.committed == bits).all()
+    assert precision._pool.free_count == free
+    engine.check_integrity()
+
+
+def test_layer_floors_bound_what_an_older_plan_has_left(qwen: tuple[Any, Path]) -> None:
+    budget = tight_budget(qwen[1], kv_tokens=80)
+    dials: dict[str, Any] = {"planner_low_watermark": 0.01, "planner_hot_expert_floor": 2}
+    engine = open_engine(qwen[1], memory_budget=budget, planner_layer_floor=5.0, **dials)
+    precision: Any = engine._parts.precision
+    state = precision._state(hard=False)
+    precision._reserve.fill(state, plan(state, state.total_bytes), precision._turn)
+    table = precision._table
+    size = len(state.bits) // len(table.geometry.layers)
+    for block in range(size):  # somebody else takes what the first layer has to give
+        if table.committed[:size].sum() - 1 >= 5 * size:
+            table.reduce(block, int(table.committed[block]) - 1)
+    before = precision.transitions
+    precision.release(10**6, "test")
+    assert min(engine.status().layer_bits.values()) >= 5
+    made = precision.transitions - before
+    assert engine.status().plan_history[-1]["moves"] == made > 0
+    plans, releases = precision.plans, precision._pressure.releases
+    precision._turn += 1
+    precision._reserve.fill(state, plan(state, state.total_bytes), precision._turn)
+    assert precision._reserve.lasts(precision._turn)
+    assert precision.release(10**6, "test") == 0  # all are refused
+    assert (precision.plans, precision._pressure.releases) == (plans, releases)
+    engine.check_integrity()
 
 
 def test_under_pressure_one_plan_serves_many_steps(

@@ -104,7 +104,7 @@ class AdaptivePrecision(PrecisionBase):
 
     def release(self, pages: int, reason: str, *, last_resort: bool = False) -> int:
         """See `pw.engine.scheduler.Relief`. A trade goes on, unless nothing else is left."""
-        freed, made = 0, list[Move]()
+        freed, made, table = 0, list[Move](), self._table
         if last_resort:
             self._forget_plans()
         if not self._trading:
@@ -116,11 +116,10 @@ class AdaptivePrecision(PrecisionBase):
             if anew := not self._reserve.lasts(self._turn):
                 self._plan_release(missing, hard=last_resort)
             least = self._least(hard=last_resort)
-            moves = self._reserve.take(
-                missing, self._table.committed, self._table.in_transfer, least
-            )
-            freed += sum(self._try_reduce(move, reason, last_resort) for move in moves)
-            made += moves
+            for move in self._reserve.take(missing, table.committed, table.in_transfer, least):
+                if given := self._try_reduce(move, reason, last_resort):
+                    freed += given
+                    made.append(move)
             if last_resort or (anew and self.failures == failures):
                 break
         if made:
@@ -314,7 +313,7 @@ class AdaptivePrecision(PrecisionBase):
     def _begin_planned(self, keep: int) -> list[Move]:
         """Carry out what still holds of the agenda, raises only as they leave `keep` pages free; a
         little at a time while anything runs. Requests that have come since a trade was looked for
-        keep the bits that they were promised.
+        keep the bits that they were promised; a trade ends at a reduction that cannot be made.
         """
         begun: list[Move] = []
         under_way, least = self._table.in_transfer, self._least(hard=False)
@@ -322,12 +321,13 @@ class AdaptivePrecision(PrecisionBase):
             if begun and self._pace.is_over():
                 break
             move, reason = self._agenda.popleft()
-            if move.block in under_way or self._table.committed[move.block] != move.from_bits:
-                continue
-            if move.to_bits < move.from_bits:
-                done = move.to_bits >= least and self._try_reduce(move, reason) > 0
-            else:  # of a trade: its reductions have paid for it
-                done = self._start_raise(move, reason, 0 if reason == REBALANCE else keep)
+            holds = self._table.committed[move.block] == move.from_bits
+            holds = holds and move.block not in under_way
+            if move.to_bits > move.from_bits:  # of a trade: its reductions have paid for it
+                spared = 0 if reason == REBALANCE else keep
+                done = holds and self._start_raise(move, reason, spared)
+            elif not (done := holds and move.to_bits >= least and self._try_reduce(move, reason)):
+                self._agenda.clear()  # what is left of the trade would go unpaid
             if done:
                 begun.append(move)
         return begun
