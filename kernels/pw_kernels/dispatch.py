@@ -203,6 +203,12 @@ def attention_counters(device: torch.device) -> Tensor | None:
     return None if cuda is None else cuda.make_counters(device)
 
 
+def attention_counters_bytes(device: torch.device) -> int:
+    """Bytes of `attention_counters`."""
+    cuda = _module("cuda_attention") if device.type == "cuda" else None
+    return 0 if cuda is None else 4 * int(cuda.MOST_COUNTERS)
+
+
 def attention_scratch_bytes(
     device: torch.device,
     dtype: torch.dtype,

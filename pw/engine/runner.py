@@ -100,12 +100,20 @@ class ModelRunner:
 
     def capture(self, most: int) -> None:
         """Let decode steps of up to `most` sequences be replayed from CUDA graphs, if they can."""
-        skeleton = self._skeleton
-        self.steps = capture_steps(skeleton, self._experts, self._kv, most)
-        if self.steps is not None:  # what draws behind them is compiled now, too
-            shape = (1, skeleton.vocab_size)
-            logits = torch.zeros(shape, dtype=skeleton.dtype, device=skeleton.device)
+        self.steps = capture_steps(self._skeleton, self._experts, self._kv, most)
+
+    def compile_draw(self) -> None:
+        """Compile what draws behind captured steps; for the rank that draws, once all have them."""
+        if self.steps is None:
+            return
+        dtype, device = self._skeleton.dtype, self._skeleton.device
+        try:
+            logits = torch.zeros((1, self._skeleton.vocab_size), dtype=dtype, device=device)
             likeliest(logits, self._vocabulary)
+        except Exception as error:  # whatever a compiler does; the first draw tries again
+            logger.warning("draws are not compiled yet: %s: %s", type(error).__name__, error)
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)  # a device that is lost says so here
 
     def release(self) -> None:
         """Let decode steps run by calls from now on; their graphs are gone when this returns."""

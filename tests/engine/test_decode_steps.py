@@ -21,11 +21,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pw.engine import Engine
 from pw.engine import experts as experts_module
+from pw.engine import runner as runner_module
 from pw.engine.graphs import start
 from pw.engine.graphs.capture import Step, eager
 from pw.engine.graphs.decode import DecodeSteps, bucket_sizes
 from pw.engine.request import SamplingParams
 from pw.engine.sequence import Chunk
+from pw.engine.start import build
 from support.engines import make_artifact, open_engine, random_prompt, tight_budget
 
 LENGTHS = (45, 1, 17, 30, 2, 64, 9)
@@ -256,6 +258,25 @@ def test_what_cannot_be_captured_runs_as_before_and_is_told_once(
     prompts, params = requests()
     assert all(done.error is None for done in engine.generate(prompts, params))
     assert start.capture_steps(*made, lambda _: eager) is not None
+
+
+def test_a_draw_that_does_not_compile_at_the_start_is_told_once(
+    qwen: tuple[Any, Path], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> Tensor:
+        raise RuntimeError("no compiler")
+
+    monkeypatch.setattr(build, "decodes_in_graphs", lambda *_: True)
+    monkeypatch.setattr(runner_module, "capture_steps", lambda *made: DecodeSteps(*made, eager))
+    monkeypatch.setattr(runner_module, "likeliest", broken)
+    with caplog.at_level(logging.WARNING):
+        engine = open_engine(qwen[1], "static:4")
+        assert caplog.messages == ["draws are not compiled yet: RuntimeError: no compiler"]
+        engine._parts.runner.capture(8)  # as ranks that never draw
+    assert len(caplog.messages) == 1
+    assert engine._parts.runner.steps is not None
+    prompts, params = requests()
+    assert all(done.error is None for done in engine.generate(prompts, params))
 
 
 def test_kernels_are_compiled_before_steps_are_captured(

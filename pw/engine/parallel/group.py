@@ -77,12 +77,15 @@ class RankGroup:
             add: Of the same shape and type, equal on all ranks: added to the sum.
 
         Raises:
-            RuntimeError: A rank has gone, or has not come in time.
+            RuntimeError: A rank has gone, or has not come in time, or this one has left.
         """
+        group = self._group  # one that is left meanwhile ends its sums itself
+        if group is None:
+            raise RuntimeError("the group has been left")
         whole = tensor.contiguous()
         if self._peers is not None and self._peers.takes(whole):
             return self._peers.all_reduce(whole, add)
-        work = self._group.allreduce([whole], self._options)
+        work = group.allreduce([whole], self._options)
         if work is not None:  # NCCL's is part of the current stream, and needs no wait
             work.wait()
         return whole if add is None else add + whole

@@ -81,6 +81,7 @@ def build_parts(path: Path, config: EngineConfig) -> Parts:
         parts = _assemble(lay_ground(path, config, device), None)
         if decodes_in_graphs(config, device):
             parts.runner.capture(config.max_num_seqs)
+            parts.runner.compile_draw()
         return parts
     seat = Seat(0, config.tensor_parallel_size, config.enable_expert_parallel)
     if device.type == "cpu":  # ranks share the cores, and the memory plan counts threads' scratch
@@ -94,6 +95,7 @@ def build_parts(path: Path, config: EngineConfig) -> Parts:
         team.await_ready()
         if decodes_in_graphs(config, device):
             parts.runner.capture(config.max_num_seqs)
+            parts.runner.compile_draw()
     except BaseException:
         team.close()
         raise

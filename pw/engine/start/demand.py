@@ -20,7 +20,7 @@ from pw.memory.budget import Demand, sampled_rows, workspace_bytes
 from pw.memory.mover import CHUNK_BYTES
 from pw.models.skeleton import Skeleton
 from pw.planning.bits_file import read_bits
-from pw_kernels.dispatch import attention_scratch_bytes
+from pw_kernels.dispatch import attention_counters_bytes, attention_scratch_bytes
 
 
 def budget_of(config: EngineConfig, device: torch.device) -> int:
@@ -77,6 +77,7 @@ def demand_of(
     if skeleton.device.type == "cuda":
         # Between the host and the arena, by the mover and at a safe point, and the page table.
         workspace += CHUNK_BYTES + arena.STAGING_BYTES + mirror.STAGING_BYTES
+        workspace += attention_counters_bytes(skeleton.device)  # the KV cache keeps them
         workspace += peers.own_bytes(config.tensor_parallel_size)
     return Demand(
         geometry=source.geometry,

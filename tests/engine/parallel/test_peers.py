@@ -19,6 +19,8 @@ from pw.engine.parallel.group import RankGroup
 from pw.engine.parallel.peers import SENT_BYTES, PeerSums, own_bytes
 from pw.engine.start.demand import demand_of
 from pw.engine.start.sources import load
+from pw_kernels import cuda_attention
+from pw_kernels.dispatch import attention_counters_bytes
 from support.engines import make_artifact
 
 CPU = torch.device("cpu")
@@ -143,6 +145,8 @@ def test_a_group_that_is_left_has_no_thread(tmp_path: Path) -> None:
     for group in both:
         group.close()
         group.close()
+    with pytest.raises(RuntimeError, match="left"):
+        both[0].all_reduce(torch.zeros(1))
     end = time.monotonic() + 20
     while threads() > before:
         assert time.monotonic() < end
@@ -163,3 +167,21 @@ def test_inboxes_are_part_of_the_memory_plan(tmp_path: Path) -> None:
     assert lines < own_bytes(2) < lines + (1 << 16)
     assert own_bytes(8) < lines  # they take in from more, and send each less
     assert own_bytes(1) == own_bytes(9) == 0  # NCCL alone
+
+
+def test_counters_of_attention_are_part_of_the_memory_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = make_artifact("qwen2_moe", tmp_path)[1]
+    loaded = load(path, EngineConfig(), CPU)
+    cuda = torch.device("cuda")
+    skeleton = dataclasses.replace(loaded.skeleton, device=cuda)
+
+    def workspace() -> int:
+        return demand_of(loaded.source, skeleton, EngineConfig(), None).workspace
+
+    size, planned = attention_counters_bytes(cuda), workspace()
+    assert size == cuda_attention.make_counters(CPU).nbytes
+    assert attention_counters_bytes(CPU) == 0
+    monkeypatch.setattr(cuda_attention, "MOST_COUNTERS", 0)
+    assert planned - workspace() == size > 0
