@@ -113,15 +113,15 @@ class TuneConfig:
 
     bits: float = 3.0  # the planner has the bytes of uniform widths of so many bits
     distill: int = 0  # steps of training on the divergence from the unquantized model
-    text: str = ""  # .jsonl or .txt that is trained on beside the calibration text
+    distill_text: str = ""  # .jsonl or .txt that is trained on beside the calibration text
 
     def __post_init__(self) -> None:
         if self.distill < 0:
             raise ConfigError(f"distill must be at least 0 steps: {self.distill}")
-        if self.text and not self.distill:
+        if self.distill_text and not self.distill:
             raise ConfigError(
-                f"text is trained on by distillation alone: `{self.text}`",
-                "give --distill 240, too (recipes: `distill = 240`), or leave --text out",
+                f"this text is trained on by distillation alone: `{self.distill_text}`",
+                "give --distill 240, too (recipes: `distill = 240`), or leave --distill-text out",
             )
 
 

@@ -183,7 +183,7 @@ def run(
         PwError: See its subclasses.
     """
     assert settings.max_bits is not None
-    text = read_texts(settings.calibration, config.text, checkpoint)
+    text = read_texts(settings.calibration, config.distill_text, checkpoint)
     training = {"steps": config.distill, "rate": RATE, **text.record}
     manifest = start.manifest
     with ArtifactWriter.open(
@@ -237,7 +237,11 @@ def _train(
     progress.note(
         f"distillation: {steps} steps of {min(WINDOWS_PER_STEP, count)} windows of {count}; "
         f"{len(text.held_back)} held back"
-        + (f"; {dropped} of --text left out, which share text with those" if dropped else "")
+        + (
+            f"; {dropped} of --distill-text left out, which share text with those"
+            if dropped
+            else ""
+        )
     )
     model = ObservedModel(checkpoint, str(device), dtype=torch.float32)
     blocks = Blocks(fitted, checkpoint, focus, device)

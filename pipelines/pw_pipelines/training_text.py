@@ -71,7 +71,7 @@ def read_texts(calibration: CalibrationConfig, more: str, checkpoint: Checkpoint
         if not kept.any():
             raise ConfigError(
                 f"all of `{more}` shares text with what is held back of `{every.dataset}`",
-                "give other text, or leave --text out",
+                "give other text, or leave --distill-text out",
             )
         others = replace(others, windows=others.windows[kept])
         windows = torch.cat([windows, others.windows])
@@ -88,8 +88,8 @@ def _others(
     found = calibration_set(replace(every, dataset=more), tokenizer, vocabulary)
     if _sha256(more) == _sha256(every.dataset):
         raise ConfigError(
-            f"--text is the calibration text, which is trained on anyway: `{more}`",
-            "give other text, or leave --text out",
+            f"--distill-text is the calibration text, which is trained on anyway: `{more}`",
+            "give other text, or leave --distill-text out",
         )
     return found
 

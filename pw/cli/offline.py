@@ -213,14 +213,14 @@ def tune(
             help="Then train codes and tables on the divergence, so many steps; 240 on a GPU."
         ),
     ] = TuneConfig.distill,
-    text: Annotated[
+    distill_text: Annotated[
         str,
         typer.Option(
             help="With --distill, more text to train on: .jsonl or .txt; never the text that the "
             "result is evaluated on.",
             show_default="none",
         ),
-    ] = TuneConfig.text,
+    ] = TuneConfig.distill_text,
     output: Annotated[
         Path | None,
         typer.Option("--output", "-o", help="The new folder.", show_default="<name>.tuned.pw"),
@@ -245,7 +245,7 @@ def tune(
         report = stage.run(
             path,
             out,
-            TuneConfig(bits, distill, text),
+            TuneConfig(bits, distill, distill_text),
             progress,
             model=source,
             overwrite=overwrite,

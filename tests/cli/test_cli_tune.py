@@ -29,7 +29,9 @@ def test_an_artifact_is_not_tuned_in_its_own_place(made: Made) -> None:
 
 
 def test_text_without_training_is_refused_in_one_line(made: Made, tmp_path: Path) -> None:
-    refused = run("tune", str(made.artifact), "-o", str(tmp_path / "a.pw"), "--text", "more.txt")
+    refused = run(
+        "tune", str(made.artifact), "-o", str(tmp_path / "a.pw"), "--distill-text", "more.txt"
+    )
     assert refused.code == 2
     error, hint = refused.err.strip().splitlines()
     assert "trained on by distillation alone: `more.txt`" in error

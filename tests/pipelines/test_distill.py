@@ -222,7 +222,7 @@ def test_what_cannot_be_trained_is_refused(
     with pytest.raises(ConfigError, match="one process"):
         tune.run(source, tmp_path / "out.pw", STEPS, QUIET, **how)
     with pytest.raises(ConfigError, match="by distillation alone") as refused:
-        TuneConfig(2.5, text="more.txt")
+        TuneConfig(2.5, distill_text="more.txt")
     assert "--distill" in refused.value.hint
     monkeypatch.setattr(distill, "host_bytes", lambda: 1000)
     with pytest.raises(ConfigError, match="at once"):
