@@ -14,12 +14,12 @@ import json
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import torch
 import triton
+from records import about
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
@@ -215,12 +215,9 @@ def main() -> None:
             if (calls := inputs.calls(form))
         ]
     if options.json:
-        about = {
-            "gpu": torch.cuda.get_device_name(), "torch": torch.__version__,
-            "triton": triton.__version__, "copy TB/s": round(bandwidth / 1e6, 2),
-            "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        }  # fmt: skip
-        options.json.write_text(json.dumps(about | {"records": records}, indent=1) + "\n")
+        more = {"triton": triton.__version__, "copy TB/s": round(bandwidth / 1e6, 2)}
+        found = about() | more | {"records": records}
+        options.json.write_text(json.dumps(found, indent=1) + "\n")
     print(f"copy: {bandwidth / 1e6:.2f} TB/s on {torch.cuda.get_device_name()}")
     for record in records:
         print("  ".join(f"{key} {value}" for key, value in record.items()))

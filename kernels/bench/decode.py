@@ -21,12 +21,12 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from records import about
 from torch import Tensor
 
 from pw.config import EngineConfig, PrecisionPolicy, parse_bytes
@@ -353,13 +353,9 @@ def main() -> None:
             gc.collect()
             torch.cuda.empty_cache()
     if options.json:
-        about = {
-            "gpu": torch.cuda.get_device_name(),
-            "torch": torch.__version__,
-            "date": datetime.now(UTC).isoformat(timespec="seconds"),
-            "options": {key: str(value) for key, value in vars(options).items()},
-        }
-        options.json.write_text(json.dumps(about | {"rows": [asdict(row) for row in rows]}))
+        how = {"options": {key: str(value) for key, value in vars(options).items()}}
+        found = about() | how | {"rows": [asdict(row) for row in rows]}
+        options.json.write_text(json.dumps(found))
     print(table(rows))
 
 

@@ -13,11 +13,11 @@ import itertools
 import json
 import statistics
 from dataclasses import replace
-from datetime import UTC, datetime
 from pathlib import Path
 
 import moe
 import torch
+from records import about
 from torch import Tensor
 
 from pw_kernels import cuda_moe, nvrtc
@@ -108,12 +108,7 @@ def main() -> None:
             lines.append(f"| {name} | {tokens} | {' | '.join(cells)} |")
             print(lines[-1], flush=True)
             if options.json:
-                about = {
-                    "gpu": torch.cuda.get_device_name(),
-                    "torch": torch.__version__,
-                    "date": datetime.now(UTC).isoformat(timespec="seconds"),
-                }
-                options.json.write_text(json.dumps(about | {"records": records}))
+                options.json.write_text(json.dumps(about() | {"records": records}))
     print("\n".join(lines))
 
 

@@ -25,7 +25,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -36,6 +35,7 @@ import peers
 import torch
 import triton
 from experts_shape import Calls, Shape, Width
+from records import about
 from torch.profiler import ProfilerActivity, profile
 
 from pw_kernels import nvrtc
@@ -199,11 +199,8 @@ def stamp() -> dict[str, Any]:
         gemlite = metadata.version("gemlite")
     except metadata.PackageNotFoundError:
         gemlite = None
-    return {
-        "gpu": torch.cuda.get_device_name(), "torch": torch.__version__,
-        "triton": triton.__version__, "cuda": torch.version.cuda, "gemlite": gemlite,
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-    }  # fmt: skip
+    versions = {"triton": triton.__version__, "cuda": torch.version.cuda, "gemlite": gemlite}
+    return about() | versions
 
 
 def write(records: list[dict[str, Any]], path: Path) -> None:

@@ -12,12 +12,12 @@ import json
 import statistics
 import tempfile
 import time
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from records import about
 from torch import Tensor
 from torch.nn.functional import linear, rms_norm, silu
 
@@ -141,12 +141,7 @@ def main() -> None:
             engine.close()
             del engine
     if options.json:
-        about = {
-            "gpu": torch.cuda.get_device_name(),
-            "torch": torch.__version__,
-            "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        }
-        options.json.write_text(json.dumps(about | {"rows": rows}))
+        options.json.write_text(json.dumps(about() | {"rows": rows}))
     print("| policy | tokens | chunk, ms | dense parts, ms | plain torch | compiled |")
     print("|---" * 6 + "|")
     for row in rows:

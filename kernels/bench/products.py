@@ -16,11 +16,11 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import torch
+from records import about
 from torch import Tensor
 
 from pw_kernels import cuda_products, nvrtc, products
@@ -283,12 +283,8 @@ def main() -> None:
     chain = Chain()
     chains = [bench_chain(chain, tokens) for tokens in options.tokens]
     if options.json:
-        about = {
-            "gpu": torch.cuda.get_device_name(), "torch": torch.__version__,
-            "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        }  # fmt: skip
         options.json.write_text(
-            json.dumps(about | {"shapes": records, "chains": chains}, indent=1) + "\n"
+            json.dumps(about() | {"shapes": records, "chains": chains}, indent=1) + "\n"
         )
     print(torch.cuda.get_device_name())
     groups: dict[tuple[str, int], list[dict[str, Any]]] = {}

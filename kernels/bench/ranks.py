@@ -20,12 +20,11 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import torch
 from ranks_case import IDLE, MEASURED, READY, Case, run_case
+from records import about
 
 CASES = ["32:4:1", "32:4:2", "32:4:2e", "32:4:2m", "64:4:1", "64:4:2", "64:8:2"]
 SHOWN = 14  # kernels
@@ -177,13 +176,9 @@ def main() -> None:
 
 def write(results: list[dict[str, Any]], options: argparse.Namespace) -> None:
     """All that was measured so far."""
-    about = {
-        "gpu": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "options": {key: str(value) for key, value in vars(options).items()},
-    }
-    options.json.write_text(json.dumps(about | {"results": results}, indent=1) + "\n")
+    how = {"options": {key: str(value) for key, value in vars(options).items()}}
+    found = about() | how | {"results": results}
+    options.json.write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -13,11 +13,11 @@ import json
 import statistics
 import tempfile
 from collections.abc import Callable
-from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
 import torch.multiprocessing
+from records import about
 
 from pw.engine.parallel.group import RankGroup
 
@@ -105,13 +105,8 @@ def main() -> None:
         )
         rows: list[Row] = json.loads((folder / "rows.json").read_text())
     if options.json:
-        about = {
-            "gpu": torch.cuda.get_device_name(),
-            "torch": torch.__version__,
-            "nccl": ".".join(map(str, torch.cuda.nccl.version())),
-            "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        }
-        options.json.write_text(json.dumps(about | {"rows": rows}, indent=1) + "\n")
+        nccl = {"nccl": ".".join(map(str, torch.cuda.nccl.version()))}
+        options.json.write_text(json.dumps(about() | nccl | {"rows": rows}, indent=1) + "\n")
     print("| way | ranks | tokens | bytes | by calls, us | from a graph, us |\n" + "|---" * 6 + "|")
     for row in rows:
         print(
