@@ -18,7 +18,7 @@ from pw.models.tokenizer import load_tokenizer
 from pw.store.artifact import Artifact
 from pw.store.verify import verify
 from pw.store.writer import ArtifactWriter
-from pw_pipelines import distill, latents, quantize, sensitivity, tune
+from pw_pipelines import distill, latents, quantize, tune
 from pw_pipelines.calibration import calibration_set
 from pw_pipelines.distill import Distillation
 from pw_pipelines.focus import Focus, plan_focus
@@ -27,7 +27,7 @@ from pw_pipelines.latents import Blocks
 from pw_pipelines.observation import ObservedModel
 from pw_pipelines.ranks import Ranks
 from pw_pipelines.training_text import read_texts
-from support.offline import QUIET, calibration, random_checkpoint, tree_digests
+from support.offline import QUIET, calibration, measured_artifact, tree_digests
 
 CPU = torch.device("cpu")
 STEPS = TuneConfig(2.5, distill=6)
@@ -36,13 +36,7 @@ STEPS = TuneConfig(2.5, distill=6)
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small random model, quantized and measured. Not to be changed."""
-    folder = tmp_path_factory.mktemp("source")
-    random_checkpoint(folder / "model", "mixtral")
-    text = calibration(folder, 40, 32)
-    out = folder / "plain.pw"
-    quantize.run(str(folder / "model"), out, QuantizeConfig(max_bits=4, calibration=text), QUIET)
-    sensitivity.run(out, text, QUIET)
-    return out
+    return measured_artifact(tmp_path_factory.mktemp("source"))
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from pw.store.verify import verify
 from pw_pipelines import fitting, quantize, sensitivity, trace, tune
 from pw_pipelines.focus import plan_focus
 from pw_pipelines.tune import TuneReport
-from support.offline import QUIET, calibration, random_checkpoint, tree_digests
+from support.offline import QUIET, calibration, measured_artifact, tree_digests
 
 BITS = TuneConfig(2.5)
 
@@ -22,13 +22,7 @@ BITS = TuneConfig(2.5)
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small random model, quantized and measured. Not to be changed."""
-    folder = tmp_path_factory.mktemp("source")
-    random_checkpoint(folder / "model", "mixtral")
-    text = calibration(folder, 40, 32)
-    out = folder / "plain.pw"
-    quantize.run(str(folder / "model"), out, QuantizeConfig(max_bits=4, calibration=text), QUIET)
-    sensitivity.run(out, text, QUIET)
-    return out
+    return measured_artifact(tmp_path_factory.mktemp("source"))
 
 
 @pytest.fixture(scope="module")

@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from pw.config import CalibrationConfig, QuantizeConfig
 from pw.models.testing import make_checkpoint
+from pw_pipelines import quantize, sensitivity
 from pw_pipelines.observation import ObservedModel, Weights, batches
 from pw_pipelines.progress import Progress, Style
 
@@ -58,6 +59,16 @@ def random_checkpoint(folder: Path, kind: str = "qwen2_moe", **overrides: Any) -
     model = make_checkpoint(kind, folder, vocab_size=VOCABULARY, **overrides)
     write_tokenizer(folder)
     return model
+
+
+def measured_artifact(folder: Path) -> Path:
+    """A small random Mixtral, quantized to 4 bits and measured, beside its model and text."""
+    random_checkpoint(folder / "model", "mixtral")
+    text = calibration(folder, 40, 32)
+    out = folder / "plain.pw"
+    quantize.run(str(folder / "model"), out, QuantizeConfig(max_bits=4, calibration=text), QUIET)
+    sensitivity.run(out, text, QUIET)
+    return out
 
 
 @dataclass(frozen=True)

@@ -21,11 +21,10 @@ from pw.engine import Engine
 from pw.engine.request import SamplingParams
 from pw.errors import BudgetError, PwError
 from pw.evaluation.lab.changing_memory import Arena, FixedWeights, Outcome, Request
-from pw.evaluation.lab.costs import mean_bits
 from pw.evaluation.lab.model import Bits
 from pw.evaluation.lab.room import Room
-from pw.evaluation.lab.studies.common import Row, interval, markdown, show
-from pw.evaluation.lab.studies.memory import load
+from pw.evaluation.lab.studies.common import Row, markdown, show
+from pw.evaluation.lab.studies.memory import load, quality
 from pw.evaluation.lab.texts import read_documents, spread_windows
 
 LONGEST = 512  # tokens of a context
@@ -65,19 +64,8 @@ def _rows(
     adaptive = lab.score(outcomes[ADAPTIVE][0].allocations(parts))
     for policy, (outcome, work) in outcomes.items():
         timeline = outcome.allocations(parts)
-        scores = lab.score(timeline)
-        row: Row = {
-            "policy": policy,
-            "nll": interval(scores.nll, lab.dense.nll),
-            "nll_over_adaptive": interval(scores.nll, adaptive.nll),
-            "kl": interval(scores.kl),
-            "kl_over_adaptive": interval(scores.kl, adaptive.kl),
-        }
-        if policy != DENSE:
-            means = [mean_bits(room.model.geometry, bits) for bits in timeline]
-            row["mean_bits"] = round(float(np.mean(means)), 3)
-            row["least_bits"] = round(min(means), 3)
-        yield row | work
+        row = quality(room, timeline, lab.score(timeline), adaptive)
+        yield {"policy": policy} | row | work
 
 
 def _config(room: Room, policy: str, budget: int) -> EngineConfig:

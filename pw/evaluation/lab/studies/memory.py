@@ -25,6 +25,7 @@ from pw.evaluation.lab.changing_memory import (
     Weights,
 )
 from pw.evaluation.lab.costs import mean_bits, total_bytes
+from pw.evaluation.lab.lab import Scores
 from pw.evaluation.lab.model import UNQUANTIZED, Bits
 from pw.evaluation.lab.planned import ProductPlanner
 from pw.evaluation.lab.room import Room
@@ -49,6 +50,23 @@ def run(room: Room) -> dict[str, Any]:
     return {"rows": rows, "arenas": arenas}
 
 
+def quality(room: Room, timeline: list[Bits], scores: Scores, adaptive: Scores) -> Row:
+    """Of the held-out windows at the widths of a timeline: over the unquantized model and over
+    `adaptive`; mean bits where there are any.
+    """
+    row: Row = {
+        "nll": interval(scores.nll, room.heldout.dense.nll),
+        "nll_over_adaptive": interval(scores.nll, adaptive.nll),
+        "kl": interval(scores.kl),
+        "kl_over_adaptive": interval(scores.kl, adaptive.kl),
+    }
+    if timeline[0][0] != UNQUANTIZED:
+        means = [mean_bits(room.model.geometry, bits) for bits in timeline]
+        row["mean_bits"] = round(float(np.mean(means)), 3)
+        row["least_bits"] = round(min(means), 3)
+    return row
+
+
 def _rows(room: Room, place: _Place) -> list[Row]:
     """Every policy in one arena."""
     outcomes: dict[str, tuple[Outcome, Weights]] = {}
@@ -64,17 +82,10 @@ def _rows(room: Room, place: _Place) -> list[Row]:
         scores = lab.score(timeline)
         row: Row = {
             "policy": name,
-            "nll": interval(scores.nll, lab.dense.nll),
             "nll_over_steps": interval(scores.nll, steps.nll),
-            "nll_over_adaptive": interval(scores.nll, adaptive.nll),
-            "kl": interval(scores.kl),
-            "kl_over_adaptive": interval(scores.kl, adaptive.kl),
+            **quality(room, timeline, scores, adaptive),
             **_work(outcome),
         }
-        if timeline[0][0] != UNQUANTIZED:
-            means = [mean_bits(room.model.geometry, bits) for bits in timeline]
-            row["mean_bits"] = round(float(np.mean(means)), 3)
-            row["least_bits"] = round(min(means), 3)
         if isinstance(weights, MovingWeights):
             row |= {
                 "moved_mb": round(weights.moved_bytes / 1e6, 1),
