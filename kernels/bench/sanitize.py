@@ -35,12 +35,14 @@ from pw_kernels import (
     triton_step,
 )
 from pw_kernels import dense as reference_dense
+from pw_kernels.attention_plans import Plan
 from pw_kernels.pages import WeightPages
 from pw_kernels.slots import SlotResults
 from pw_kernels.step import Norm, Routing
 from pw_kernels.testing import ScatteredArena, random_blocks
 
 ALL_WIDTHS = [2, 3, 4, 5, 6, 7, 8]
+SMALLER = ((8, 3), (4, 4), (4, 3))  # warps and units of attention where shared memory is less
 KERNELS = {
     "decode": "experts",
     "routing": "route",
@@ -169,8 +171,11 @@ def attention(kernels: Any = cuda_attention) -> None:
         options: dict[str, Any] = {
             "scale": 0.1, "window": window, "sinks": torch.randn(heads).cuda(),
         }  # fmt: skip
-        got, want = (f.paged_attention(*args, **options) for f in (kernels, reference))
-        near(got, want, f"heads of {size}")
+        want = reference.paged_attention(*args, **options)
+        near(kernels.paged_attention(*args, **options), want, f"heads of {size}")
+        for warps, units in SMALLER if kernels is cuda_attention else ():
+            got = cuda_attention.paged_attention(*args, **options, plan=Plan(warps, units, 256))
+            near(got, want, f"heads of {size}, {warps} warps, {units} units")
 
 
 def triton_experts() -> None:

@@ -170,6 +170,26 @@ def test_on_a_gpu(heads: int, kv_heads: int, size: int, dtype: torch.dtype) -> N
 
 @pytest.mark.gpu
 @pytest.mark.skipif(INTERPRETED, reason="needs TRITON_INTERPRET=0 and a GPU")
+@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(16, 16, 128), (8, 1, 256), (12, 4, 64)])
+@pytest.mark.parametrize(("warps", "units"), [(8, 3), (4, 4), (4, 3)])
+def test_plans_of_devices_with_less_shared_memory(
+    warps: int, units: int, heads: int, kv_heads: int, size: int
+) -> None:
+    call = Call([150, 1, 3000, 513, 64, 65, 1024, 9], heads, kv_heads, size, torch.bfloat16)
+    sinks = torch.randn(heads, device="cuda")
+    for part in (256, 1024):
+        plan = Plan(warps, units, part)
+        for options in ({}, {"window": 600, "softcap": 5.0, "sinks": sinks}):
+            found = call.run(cuda_attention, **options, plan=plan)
+            want = call.run(reference, **options)
+            assert (found.float() - want.float()).norm() <= 1e-2 * want.float().norm()
+            assert not found[-1].any()
+            for _ in range(3):
+                assert torch.equal(call.run(cuda_attention, **options, plan=plan), found)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(INTERPRETED, reason="needs TRITON_INTERPRET=0 and a GPU")
 def test_callers_with_counters_of_their_own_do_not_meet() -> None:
     call = Call([3000, 2500, 700, 1030] * 4, 16, 16, 128, torch.bfloat16)
     want = call.run(cuda_attention)

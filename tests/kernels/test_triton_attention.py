@@ -218,7 +218,8 @@ def test_tiles_of_prompts_have_room_on_the_device(monkeypatch: pytest.MonkeyPatc
     for kilobytes, size, number_bytes, want in (
         (227, 128, 2, (128, 64)), (227, 128, 4, (64, 64)), (99, 128, 2, (64, 64)),
         (227, 256, 2, (128, 32)), (227, 256, 4, (64, 32)), (227, 512, 2, (64, 32)),
-        (160, 512, 2, (32, 16)), (1, 80, 2, (64, 64)),
+        (160, 512, 2, (32, 16)), (163, 256, 4, (32, 32)), (99, 256, 4, (32, 16)),
+        (163, 512, 4, (16, 16)), (1, 80, 2, (64, 64)),
     ):  # fmt: skip
         monkeypatch.setattr(tiles, "_shared_bytes", lambda _, room=kilobytes << 10: room)
         shape = tiles.tile_shape(300, 2, 4, size, number_bytes, torch.device("cpu"))
@@ -315,14 +316,15 @@ from pw_kernels import triton_attention, triton_tiles
 
 room, kernel = 163 << 10, triton_attention.attention_kernel
 triton_tiles._shared_bytes = lambda _: room
-for size in (256, 512):  # both estimated at nearly all there is
-    shape = triton_tiles.tile_shape(300, 2, 4, size, 2, torch.device("cpu"))
+for size, number in ((256, 2), (512, 2), (256, 4)):  # all estimated at nearly all there is
+    shape = triton_tiles.tile_shape(300, 2, 4, size, number, torch.device("cpu"))
     warps, stages = [shape.pop(name) for name in ("num_warps", "num_stages")]
     constants = shape | dict(
         SEQUENCES=2, PADDED_SEQUENCES=2, HEADS=16, GROUP=4, TOKENS=4, KEY_SIZE=size,
         VALUE_SIZE=size, KEY_BLOCK=size, VALUE_BLOCK=size, SPLIT=0, HAS_WINDOW=False,
-        HAS_SOFTCAP=False, HAS_SINKS=False, FP32=False)
-    types = dict.fromkeys(("q", "k_pages", "v_pages", "out"), "*bf16")
+        HAS_SOFTCAP=False, HAS_SINKS=False, FP32=number == 4)
+    kind = "*bf16" if number == 2 else "*fp32"
+    types = dict.fromkeys(("q", "k_pages", "v_pages", "out"), kind)
     types |= dict.fromkeys(("block_tables", "query_start", "seq_lens"), "*i32")
     types |= dict(sinks="*fp32", extremes="*fp32", scale="fp32", softcap="fp32")
     signature = {k: "constexpr" if k in constants else types.get(k, "i32")
@@ -332,7 +334,7 @@ for size in (256, 512):  # both estimated at nearly all there is
     built = triton.compile(
         ASTSource(kernel, signature, constants, aligned), target=GPUTarget("cuda", 80, 32),
         options=dict(num_warps=warps, num_stages=stages))
-    stated = triton_tiles._tile_bytes(shape["ROWS"], shape["KEYS"], warps, stages, 2 * size)
+    stated = triton_tiles._tile_bytes(shape["ROWS"], shape["KEYS"], warps, stages, number * size)
     assert built.metadata.shared <= stated <= room, (size, built.metadata.shared, stated)
 """
 
