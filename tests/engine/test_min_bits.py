@@ -52,6 +52,29 @@ def test_planes_come_back_before_the_request_starts(qwen: tuple[Any, Path]) -> N
     assert engine._parts.precision.floor == 0
 
 
+def test_only_blocks_that_gave_something_up_for_a_floor_are_counted(
+    qwen: tuple[Any, Path],
+) -> None:
+    engine = squeezed(qwen[1], 60, bits=4)
+    precision: Any = engine._parts.precision
+    wide = [int(block) for block in (precision._table.committed > 4).nonzero()[0]]
+    assert len(wide) > 1
+    allowed, before = set(wide[::2]), engine.status()
+    precision._layer_gives = lambda move: move.block in allowed
+    precision.aim = 4
+    precision._give(10**6)
+    after = engine.status()
+    (record,) = after.plan_history[len(before.plan_history) :]
+    changed = (precision._table.committed[wide] == 4).nonzero()[0]
+    assert {wide[number] for number in changed} == allowed
+    assert record["moves"] == after.transitions - before.transitions == len(allowed)
+    freed = after.bytes_released - before.bytes_released
+    assert record["pages"] == freed // after.page_bytes > 0
+    precision._give(10**6)  # nobody is left who may
+    assert engine.status().plans == after.plans
+    engine.check_integrity()
+
+
 def test_the_answer_is_that_of_the_width(qwen: tuple[Any, Path]) -> None:
     prompt = random_prompt(20, 2)
     engine = squeezed(qwen[1], 60, bits=4, max_bits=4)

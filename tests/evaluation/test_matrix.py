@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -245,6 +247,37 @@ def test_a_cell_that_breaks_is_left_out_and_the_rest_is_measured(
     assert found["cells"][0]["left_out"] == f"{type(error).__name__}: {text}"
     assert (found["interrupted"], "failed" in found) == (False, False)
     assert closed == [False, False]
+
+
+def gone(engine: Engine, name: str) -> None:
+    engine.abort(name)
+
+
+def spoilt(engine: Engine, name: str) -> None:
+    parts = engine._parts
+    pages = parts.kv.pages_of(engine._sequences[name].kv)
+    parts.arena.as_dtype(parts.skeleton.dtype)[pages] = math.nan
+
+
+@pytest.mark.parametrize(
+    ("end", "reason"),
+    [(gone, "3 of 4 sequences got a token in a step"), (spoilt, "a request of the benchmark fail")],
+)
+def test_a_cell_is_left_out_where_a_sequence_does_not_last(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, end: Callable[[Engine, str], None], reason: str
+) -> None:
+    """Steps of those that are left would be taken for steps of all."""
+
+    def filling(engine: Engine, prompts: list[list[int]], tokens: int) -> list[str]:
+        names = fill(engine, prompts, tokens)
+        if len(names) == 4:
+            end(engine, names[1])
+        return names
+
+    monkeypatch.setattr("pw.evaluation.bench.matrix.fill", filling)
+    found = run_matrix(folder, CONFIG, TWO)
+    assert names_of(found, measured=True) == [("static:3", 1), ("dense", 1)]
+    assert {reason in cell["left_out"] for cell in found["cells"] if cell["batch"] == 4} == {True}
 
 
 @pytest.mark.parametrize("error", [FAULT, torch.AcceleratorError("gone"), EngineLostError("gone")])

@@ -262,9 +262,9 @@ class AdaptivePrecision(PrecisionBase):
         """Let blocks above the bits that are aimed at give up pages for those below."""
         with self._planning():
             found = plan(self._state(hard=False), pages * self._page_bytes)
-        freed = sum(self._try_reduce(move, AWAITED) for move in found.moves)
-        if found.moves:
-            self._note_plan(AWAITED, found.moves, freed, pages)
+        freed = [self._try_reduce(move, AWAITED) for move in found.moves]
+        if made := tuple(move for move, got in zip(found.moves, freed, strict=True) if got):
+            self._note_plan(AWAITED, made, sum(freed), pages)
 
     def _raise_to(self, bits: int) -> None:
         """Start raises of blocks below `bits` as far as pages are free."""

@@ -309,7 +309,7 @@ class _Cell:
         """The figures.
 
         Raises:
-            PwError: The contexts do not fit.
+            PwError: The contexts do not fit, or a sequence did not last to the end.
         """
         name, engine, matrix = self.name, self._engine, self._matrix
         self._set_bytes()
@@ -322,10 +322,10 @@ class _Cell:
             )[_PROMPT_RUNS // 2]
         prompts = random_prompts(engine, self._batch, self._context, seed=0)
         names = fill(engine, prompts, matrix.tokens)
-        timed(engine, _SETTLE)
-        times = timed(engine, matrix.steps)
+        timed(engine, _SETTLE, self._batch)
+        times = timed(engine, matrix.steps, self._batch)
         status = engine.status()
-        turn = in_turn(engine, max(1, matrix.steps // 4))
+        turn = in_turn(engine, max(1, matrix.steps // 4), self._batch)
         device = kernels = None
         if (run := captured(engine, self._batch)) is not None:
             device = device_milliseconds(run)

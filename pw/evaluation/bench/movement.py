@@ -28,6 +28,7 @@ from pw.engine import Engine
 from pw.engine.request import SamplingParams
 from pw.errors import PwError
 from pw.evaluation.bench.report import machine, render
+from pw.evaluation.bench.timing import served
 from pw.memory.arena import Arena
 from pw.memory.lanes import DirectLane, Lane, StreamLane
 from pw.memory.pinned import HostSlab
@@ -209,9 +210,10 @@ class Steps:
                     break  # at the longest context
                 before = self._moves
                 started = time.perf_counter()
-                engine.step()
+                outputs = engine.step()
                 elapsed = (time.perf_counter() - started) * 1e3
-                if (before or self._moves) == moving:
+                whole = served(outputs) == self._batch
+                if whole and (before or self._moves) == moving:
                     self.times[moving].append(elapsed)
                     self.points[moving] += points
                 points.clear()

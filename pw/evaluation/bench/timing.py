@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import gc
 import time
+from collections.abc import Iterable
 
 import numpy as np
 import torch
 
 from pw.engine import Engine
 from pw.engine.graphs.capture import Step
-from pw.engine.request import SamplingParams
+from pw.engine.request import RequestOutput, SamplingParams
 from pw.errors import PwError
 
 _REPLAYS = 20
@@ -30,26 +31,44 @@ def first_tokens(engine: Engine, batch: int, context: int, seed: int) -> tuple[f
     started = time.perf_counter()
     for number, prompt in enumerate(prompts):
         engine.add_request(f"prompt-{number}", prompt, params)
-    times = []
+    times = list[float]()
     while engine.has_work():
-        for output in engine.step():
-            if output.error is not None:
-                raise PwError(f"a prompt of the benchmark failed: {output.error}")
-            times.append((time.perf_counter() - started) * 1e3)
+        count = served(engine.step())
+        times += [(time.perf_counter() - started) * 1e3] * count
     return float(np.mean(times)), times[-1]
 
 
-def timed(engine: Engine, steps: int) -> list[float]:
-    """Milliseconds of steps, as their caller sees them."""
+def timed(engine: Engine, steps: int, sequences: int) -> list[float]:
+    """Milliseconds of decode steps of so many sequences, as their caller sees them.
+
+    Raises:
+        PwError: A sequence got no token in a step, as it has failed or was preempted.
+    """
     times = []
     for _ in range(steps):
         started = time.perf_counter()
-        engine.step()
+        outputs = engine.step()
         times.append((time.perf_counter() - started) * 1e3)
+        if (got := served(outputs)) != sequences:
+            raise PwError(f"{got} of {sequences} sequences got a token in a step")
     return times
 
 
-def in_turn(engine: Engine, steps: int) -> list[float] | None:
+def served(outputs: Iterable[RequestOutput]) -> int:
+    """Sequences that got a token in a step.
+
+    Raises:
+        PwError: One has failed.
+    """
+    got = 0
+    for output in outputs:
+        if output.error is not None:
+            raise PwError(f"a request of the benchmark failed: {output.error}")
+        got += bool(output.token_ids)
+    return got
+
+
+def in_turn(engine: Engine, steps: int, sequences: int) -> list[float] | None:
     """The same where each step is launched when the last has been read; None where all are."""
     launcher = engine._launcher
     if not launcher._overlaps:
@@ -57,7 +76,7 @@ def in_turn(engine: Engine, steps: int) -> list[float] | None:
     launcher._overlaps = False
     try:
         engine.step()  # reads the one on its way
-        return timed(engine, steps)
+        return timed(engine, steps, sequences)
     finally:
         launcher._overlaps = True
 
