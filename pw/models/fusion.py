@@ -96,9 +96,9 @@ class JointProduct:
 
 
 def _multiplied(weight: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:
-    """A linear map of x [..., K], by the kernel for few rows where there are few."""
+    """A linear map of x [..., K], by the kernel for few rows where there are few, or none."""
     rows = x.reshape(-1, x.shape[-1])
-    return products.product(rows, weight, bias).view(*x.shape[:-1], -1)
+    return products.product(rows, weight, bias).view(*x.shape[:-1], len(weight))
 
 
 def _forward(module: nn.Linear, x: Tensor) -> Tensor:

@@ -115,6 +115,16 @@ def test_each_call_sees_its_own_input() -> None:
     torch.testing.assert_close(first(xs[2]), nn.functional.linear(xs[2], first.weight, first.bias))
 
 
+def test_a_step_that_samples_nothing_has_no_logits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prompt's chunks but the last: the head is handed no row."""
+    skeleton = load("olmoe", tmp_path, monkeypatch)
+    fuse_linears(skeleton.model, partial(general_forward, skeleton.model))
+    none = torch.empty(0, skeleton.hidden_size)
+    assert skeleton.logits(none).shape == (0, skeleton.vocab_size)
+
+
 def test_a_product_that_changes_logits_is_undone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
