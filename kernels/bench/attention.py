@@ -14,6 +14,7 @@ import json
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -132,7 +133,11 @@ class Inputs:
         self.turns = [(q, arena[:, 0], arena[:, 1], table, starts, lengths) for table in tables]
         self.options = {"scale": case.size**-0.5, "window": case.window}
         self.counters = dispatch.attention_counters(arena.device)
-        self.want = self.call(reference)().float()
+
+    @cached_property
+    def want(self) -> Tensor:
+        """What the reference makes of the first turn."""
+        return self.call(reference)().float()
 
     def call(self, form: Any, turn: int = 0) -> Callable[[], Tensor]:
         more = {"counters": self.counters} if form in (dispatch, cuda_attention) else {}
