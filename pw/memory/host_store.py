@@ -180,8 +180,16 @@ class HostPlaneStore:
         Raises:
             OSError, StoreError: As for `read`.
         """
-        jobs = (partial(self._first, index, bits) for index, bits in enumerate(widths))
-        yield from _ordered(jobs, self._readers)
+        if not self._alike:
+            jobs = (partial(self._first, index, bits) for index, bits in enumerate(widths))
+            yield from _ordered(jobs, self._readers)
+            return
+        made: dict[tuple[int, int], Tensor] = {}  # by module and width
+        for index, bits in enumerate(widths):
+            what = index % len(MODULES), bits
+            if what not in made:
+                made[what] = self._first(index, bits)
+            yield made[what]
 
     def _first(self, index: int, bits: int) -> Tensor:
         layout = self._layout(index)

@@ -139,6 +139,13 @@ def test_blocks_that_are_alike_share_one_copy() -> None:
     assert store.bytes * GEOMETRY.blocks == memory.store.bytes * 2
     ((part,), (other,)) = store.parts(2, 2, 3), store.parts(0, 2, 3)
     assert part.place == other.place
+    widths = [3, 3, 5, 3] * (GEOMETRY.blocks // 4)
+    pages = list(store.first_pages(widths))
+    assert len({page.data_ptr() for page in pages}) == 3
+    plain = HostPlaneStore(memory.source, memory.layouts)
+    for index, (page, expected) in enumerate(zip(pages, plain.first_pages(widths), strict=True)):
+        assert page.shape == expected.shape
+        assert index > 1 or torch.equal(page, expected)  # of the blocks that stand for all
 
 
 def test_readers_read_in_threads_of_their_own() -> None:
