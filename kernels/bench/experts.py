@@ -11,8 +11,10 @@ included, replayed from a CUDA graph in which launches overlap. Each is in the f
 takes, and of a uniform width that of a policy which has no other. `ratio` is times faster than the
 best tile of a Triton grouped matmul over bf16 weights, `torch_ratio` than torch's grouped matmul,
 `layer_ratio` than the bf16 layer of `cuda_dense`. `mean_us` and `mean_layer_us` of a mix are the
-times of uniform widths weighted by its blocks. Results are compared with decoded blocks in fp32,
-two runs bit by bit. Peers: see `peers.py`; their `ratio` is over cuBLAS on the same matrix.
+times of uniform widths weighted by its blocks; `mean_wide_layer_us` the same of `wide_layer_us`,
+uniform widths through the kernels of a policy that has all, as the mix has. Results are compared
+with decoded blocks in fp32, two runs bit by bit. Peers: see `peers.py`; their `ratio` is over
+cuBLAS on the same matrix.
 
 Kernels are compiled first, side by side, by processes of their own where Triton compiles them.
 """
@@ -25,6 +27,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -150,6 +153,8 @@ def measure(shape: Shape, tokens: int) -> Iterator[dict[str, Any]]:
         record["layer_ratio"] = opponents["triton"]["layer_us"] / record["layer_us"]
         if width.span[0] == width.span[1]:
             uniform[width.span[0]] = record
+            shape.take(replace(width, span=(moe.MIN_BITS, MAX_BITS)), tokens)
+            record["wide_layer_us"] = moe.graph_time(shape.layer.run, batches, replays=12)
         elif len(uniform) == MAX_BITS + 1 - moe.MIN_BITS:
             record |= means(width, uniform)
         yield record
@@ -165,11 +170,14 @@ def means(width: Width, uniform: dict[int, dict[str, float]]) -> dict[str, float
     def mean(module: str, key: str) -> float:
         return sum(s * t[key] for s, t in zip(shares[module], times, strict=True))
 
-    # gate_up has two thirds of the weights
-    layer = (2 * mean("gate_up", "layer_us") + mean("down", "layer_us")) / 3
     products = mean("gate_up", "gate_up_us") + mean("down", "down_us")
-    arrange = times[0].get("arrange_us", 0.0)
-    return {"mean_us": products + arrange, "mean_layer_us": layer}
+    return {
+        "mean_us": products + times[0].get("arrange_us", 0.0),
+        **{  # gate_up has two thirds of the weights
+            f"mean_{key}": (2 * mean("gate_up", key) + mean("down", key)) / 3
+            for key in ("layer_us", "wide_layer_us")
+        },
+    }
 
 
 def peer_records(

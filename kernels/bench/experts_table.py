@@ -18,6 +18,7 @@ NAMES = {
     "qwen3-30b": "Qwen3-30B-A3B",
 }
 FEW = (1, 4, 16, 32, 64, 128)  # tokens
+ALL = (*FEW, 512, 2048)
 AT_32 = {"2": 4.0, "3": 3.5, "4": 2.5, "5": 2.0, "6": 1.7, "7": 1.4, "8": 1.0}
 WIDTHS = [*map(str, range(2, 9)), "planned 3", "planned 4"]
 PEERS = ("cuBLAS bf16", "torch int4", "GemLite 4 bit", "GemLite 8 bit")
@@ -136,18 +137,25 @@ def marks(records: Sequence[Record]) -> Iterator[str]:
         )  # fmt: skip
     for width in AT_32:
         yield row(
+            f"up to T = 128, {width} bit, layers from a graph: never slower than bf16",
+            lambda m, w=width: (v for t in FEW for v in at(m, t, w, "layer_ratio")),
+            lambda v: v >= 1,
+        )
+    for width in AT_32:
+        yield row(
             f"T = 2048, {width} bit: at least 0.87 of Triton",
             lambda m, w=width: at(m, 2048, w, "ratio"), lambda v: v >= 1 / 1.15,
         )  # fmt: skip
-    for tokens in FEW:
-        yield row(
-            f"planned mix of 3 bits, T = {tokens}: layer within 1 % of uniform widths' mean",
-            lambda m, t=tokens: (
-                r["layer_us"] / r["mean_layer_us"]
-                for r in [by.get((m, t, "planned 3"), {})] if "mean_layer_us" in r
-            ),
-            lambda v: v <= 1.01,
-        )  # fmt: skip
+    for key, kernels in (("mean_layer_us", ""), ("mean_wide_layer_us", ", by the same kernels")):
+        for tokens in ALL:
+            yield row(
+                f"planned mix of 3 bits, T = {tokens}: layer within 1 % of uniform widths' mean"
+                f"{kernels}",
+                lambda m, t=tokens, k=key: (
+                    r["layer_us"] / r[k] for r in [by.get((m, t, "planned 3"), {})] if k in r
+                ),
+                lambda v: v <= 1.01,
+            )
 
 
 def peer_table(by: dict[Key, Record], model: str, counts: Sequence[int]) -> Iterator[str]:
