@@ -209,6 +209,8 @@ def squeeze(
     result.show("squeeze", {"model": model, "budget": config.memory_budget} | figures, common)
     if figures["bytes_over_budget"] or figures["pages_leaked"] or figures["cycles_without_return"]:
         raise typer.Exit(1)
+    if figures["interrupted"]:
+        raise typer.Exit(130)
 
 
 def matrix(

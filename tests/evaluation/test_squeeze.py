@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from pathlib import Path
 
@@ -52,6 +53,37 @@ def test_no_cycle_begins_when_the_time_is_over(artifact: Path) -> None:
     found = SqueezeRun(engine, replace(SHORT, seconds=0.0)).run()
     assert found["cycles"] == 1
     assert found["pages_leaked"] == found["cycles_without_return"] == 0
+
+
+def test_an_interrupted_squeeze_tells_of_the_cycles_that_ended(artifact: Path) -> None:
+    budget = tight_budget(open_engine(artifact), 0.05)
+    engine = open_engine(artifact, memory_budget=budget)
+    run, steps = SqueezeRun(engine, SHORT), itertools.count()
+    step = run._step
+
+    def stepping() -> set[str]:
+        if len(run._record.returns) == 2 and next(steps) == SHORT.steady_steps + 2:
+            raise KeyboardInterrupt  # in the middle of the pressure
+        return step()
+
+    run._step = stepping  # type: ignore[method-assign]
+    found = run.run()
+    assert (found["interrupted"], found["cycles"]) == (True, 2)
+    assert found["equal_before_and_after"] is True
+    assert found["pages_leaked"] == found["bytes_over_budget"] == 0
+    assert not engine.has_work()
+
+
+def test_an_interrupt_before_the_first_cycle_has_ended_is_one(artifact: Path) -> None:
+    budget = tight_budget(open_engine(artifact), 0.05)
+    run = SqueezeRun(open_engine(artifact, memory_budget=budget), SHORT)
+
+    def stepping() -> set[str]:
+        raise KeyboardInterrupt
+
+    run._step = stepping  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        run.run()
 
 
 @pytest.mark.figures

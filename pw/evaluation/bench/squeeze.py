@@ -106,18 +106,35 @@ class SqueezeRun:
         self._watch_releases()
 
     def run(self, advance: Callable[[int], None] = lambda _: None) -> dict[str, Any]:
-        """All cycles; a summary."""
+        """All cycles; a summary. After Ctrl-C it is one of the cycles that ended, and says so.
+
+        Raises:
+            KeyboardInterrupt: Before the first has ended.
+        """
         probe = self._prompt(_PROBE)
         before = self._score(probe)
-        started = time.perf_counter()
-        for number in range(self._squeeze.cycles):
-            if number and time.perf_counter() - started > self._squeeze.seconds:
-                break
-            self._cycle()
-            advance(1)
+        started, interrupted = time.perf_counter(), False
+        try:
+            for number in range(self._squeeze.cycles):
+                if number and time.perf_counter() - started > self._squeeze.seconds:
+                    break
+                self._cycle()
+                advance(1)
+        except KeyboardInterrupt:
+            if not self._record.returns:
+                raise
+            interrupted = True
+            self._drop_all()
         seconds = time.perf_counter() - started
         after = self._score(probe)
-        return {"seconds": seconds} | self._summary(equal=before == after)
+        figures = {"seconds": seconds, "interrupted": interrupted}
+        return figures | self._summary(equal=before == after)
+
+    def _drop_all(self) -> None:
+        """Drop the requests of a cycle that does not go on, and let planes come back."""
+        for name in list(self._engine._sequences):
+            self._engine.abort(name)
+        self._settle()
 
     def _watch_releases(self) -> None:
         """Time what gives planes up. Its caller takes the pages in the same step, or preempts."""
