@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +41,16 @@ def test_found_prefixes_give_the_answers_of_computed_ones(kind: str, tmp_path: P
     cached.check_integrity()
 
 
+def used_as_others_see_it() -> str | None:
+    """MiB in use on the device, read by a process of its own; None where it has no such reader."""
+    if (reader := shutil.which("nvidia-smi")) is None:
+        return None
+    device = f"--id=GPU-{torch.cuda.get_device_properties(0).uuid}"
+    query = [reader, device, "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    done = subprocess.run(query, capture_output=True, text=True, timeout=60)
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
 @pytest.mark.skipif(
     os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1") != "1",
     reason="the driver sees the bytes of tests that run beside it",
@@ -62,12 +74,14 @@ def test_the_driver_sees_no_byte_come_or_go_while_planes_do(tmp_path: Path) -> N
         cycle(seed)
     torch.cuda.synchronize()
     free, before = torch.cuda.mem_get_info()[0], engine.status()
+    used = used_as_others_see_it()
     for seed in range(3, 23):
         cycle(seed)
     torch.cuda.synchronize()
     after = engine.status()
     assert after.transitions > before.transitions + 100
     assert torch.cuda.mem_get_info()[0] == free
+    assert used_as_others_see_it() == used
     assert (after.pages_free, after.mean_bits) == (before.pages_free, before.mean_bits)
     assert after.bytes_over_budget == 0
 
