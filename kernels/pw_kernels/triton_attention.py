@@ -26,19 +26,23 @@ WORKSPACE_BYTES = 128 << 20  # larger batches walk all keys in one program
 ENOUGH_PROGRAMS = 256  # tiles of prompts at which nothing is split: they fill a device
 PROGRAMS = 1024  # of a split grid: some waves of the largest GPU; a program takes parts in turn
 MERGED_PARTS = 16  # at a time
+FEWEST_PADDED = 16  # sequences that a kernel is made for: each power of two is one more to compile
 LOG2E = tl.constexpr(1.4426950408889634)
 LOWEST = tl.constexpr(-1.0e30)  # below any score, and finite: differences of it are 0, not NaN
+# What changes from one step to the next, and with it in Triton's eyes the kernel: a few values and
+# multiples of 16 are compiled apart. These are compiled once for all.
+_OF_A_STEP = ("sequences", "table_row", "parts")
 
 
 @triton.jit
-def _sequence_of(query_start, step, index, SEQUENCES: tl.constexpr, PADDED: tl.constexpr):
+def _sequence_of(query_start, step, index, sequences, PADDED: tl.constexpr):
     """Last sequence b whose first tile, query_start[b] // step + b, is at most `index`.
 
     Each sequence may waste part of a tile, so tiles are numbered with one to spare for each.
     """
     b = tl.arange(0, PADDED)
-    first = tl.load(query_start + b, mask=b < SEQUENCES, other=0) // step + b
-    return tl.sum(((first <= index) & (b < SEQUENCES)).to(tl.int32), 0) - 1
+    first = tl.load(query_start + b, mask=b < sequences, other=0) // step + b
+    return tl.sum(((first <= index) & (b < sequences)).to(tl.int32), 0) - 1
 
 
 @triton.jit
@@ -116,7 +120,7 @@ def _walk(
     return total, peak, mass
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_OF_A_STEP, do_not_specialize_on_alignment=("block_tables",))
 def attention_kernel(
     q,  # [T, Hq, Dk]
     k_pages,  # [P, tok, Hkv, Dk]
@@ -140,7 +144,7 @@ def attention_kernel(
     v_head,
     table_row,
     parts,
-    SEQUENCES: tl.constexpr,
+    sequences,  # B
     PADDED_SEQUENCES: tl.constexpr,
     HEADS: tl.constexpr,  # Hq
     GROUP: tl.constexpr,  # Hq / Hkv
@@ -161,7 +165,7 @@ def attention_kernel(
 ):
     """Attention of one tile of queries over its keys, or over some parts of them, each alone."""
     tile, kv_head = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)  # long ones first
-    sequence = _sequence_of(query_start, QUERIES, tile, SEQUENCES, PADDED_SEQUENCES)
+    sequence = _sequence_of(query_start, QUERIES, tile, sequences, PADDED_SEQUENCES)
     start = tl.load(query_start + sequence)
     count = tl.load(query_start + sequence + 1) - start
     first = (tile - start // QUERIES - sequence) * QUERIES  # among the sequence's queries
@@ -243,7 +247,7 @@ def attention_kernel(
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("sequences", "parts"))
 def merge_kernel(
     partial,  # [T, Hq, parts, Dv] fp32
     extremes,  # [T, Hq, parts, 2] fp32
@@ -253,7 +257,7 @@ def merge_kernel(
     out,  # [T, Hq, Dv]
     window,
     parts,
-    SEQUENCES: tl.constexpr,
+    sequences,  # B
     PADDED_SEQUENCES: tl.constexpr,
     HEADS: tl.constexpr,
     VALUE_SIZE: tl.constexpr,
@@ -266,8 +270,8 @@ def merge_kernel(
     """Merge the parts of one (query, head) in fixed turns; zero where there is no sequence."""
     token, head = tl.program_id(0), tl.program_id(1)
     b = tl.arange(0, PADDED_SEQUENCES)
-    starts = tl.load(query_start + b, mask=b < SEQUENCES, other=0)
-    sequence = tl.sum(((starts <= token) & (b < SEQUENCES)).to(tl.int32), 0) - 1
+    starts = tl.load(query_start + b, mask=b < sequences, other=0)
+    sequence = tl.sum(((starts <= token) & (b < sequences)).to(tl.int32), 0) - 1
     end = tl.load(query_start + sequence + 1)
     position = tl.load(seq_lens + sequence) - end + token
     dv = tl.arange(0, VALUE_BLOCK)
@@ -339,7 +343,7 @@ def paged_attention(
         and tokens * heads * parts * (value_size + 2) * 4 <= WORKSPACE_BYTES
     )
     common: dict[str, Any] = {
-        "SEQUENCES": sequences, "PADDED_SEQUENCES": triton.next_power_of_2(sequences),
+        "PADDED_SEQUENCES": max(FEWEST_PADDED, triton.next_power_of_2(sequences)),
         "HEADS": heads, "VALUE_SIZE": value_size,
         "VALUE_BLOCK": max(SMALLEST_DOT, triton.next_power_of_2(value_size)),
         "SPLIT": SPLIT_KEYS if split else 0, "HAS_WINDOW": window is not None,
@@ -357,7 +361,7 @@ def paged_attention(
     attention_kernel[grid](
         q, k_pages, v_pages, block_tables, query_start, seq_lens, sink_scores, target, extremes,
         scale, softcap or 0.0, window or 0, *q.stride()[:2], *k_pages.stride()[:3],
-        *v_pages.stride()[:3], block_tables.stride(0), parts,
+        *v_pages.stride()[:3], block_tables.stride(0), parts, sequences,
         GROUP=group, TOKENS=page_tokens, KEY_SIZE=key_size,
         KEY_BLOCK=max(SMALLEST_DOT, triton.next_power_of_2(key_size)),
         HAS_SOFTCAP=softcap is not None, HAS_SINKS=sinks is not None and not split,
@@ -366,6 +370,6 @@ def paged_attention(
     if split:
         merge_kernel[(tokens, heads)](
             target, extremes, query_start, seq_lens, sink_scores, out, window or 0, parts,
-            MERGED=MERGED_PARTS, HAS_SINKS=sinks is not None, **common,
+            sequences, MERGED=MERGED_PARTS, HAS_SINKS=sinks is not None, **common,
         )  # fmt: skip
     return out
