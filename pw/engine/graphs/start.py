@@ -11,6 +11,7 @@ import torch
 from pw.engine.experts import RoutedExperts
 from pw.engine.graphs.capture import Capture, MakeGraph, Step
 from pw.engine.graphs.decode import DecodeSteps
+from pw.engine.graphs.prompts import rehearse_prompts
 from pw.memory.kv_cache import KvCache
 from pw.models.skeleton import Skeleton
 from pw_kernels.dispatch import rehearsal
@@ -56,14 +57,16 @@ def capture_steps(
 
 
 def _compile(skeleton: Skeleton, experts: RoutedExperts, kv: KvCache, most: int) -> None:
-    """Go through decode steps of up to `most` sequences and the experts of prompts of all lengths.
+    """Go through decode steps of up to `most` sequences, prompts, and experts of prompts of all
+    lengths.
 
-    What is compiled at run time is compiled by several threads at a time; the other kernels of
-    decode steps run, on padding, and are compiled by that.
+    What is compiled at run time is compiled by several threads at a time; the other kernels run,
+    on padding, and are compiled by that.
     """
     started = time.monotonic()
     with rehearsal(skeleton.device) as kernels:
         DecodeSteps(skeleton, experts, kv, most, _once)
+        rehearse_prompts(skeleton, experts, kv)
         for tokens in prompt_sizes(kv.chunk_tokens):
             experts.rehearse(tokens, skeleton.dtype)
     if kernels is not None and kernels.compiled:
