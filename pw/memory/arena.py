@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
@@ -51,20 +51,42 @@ class Arena:
         """Fill pages, whole, in order on the current stream. Waits for nothing if `data` is pinned.
 
         Args:
-            page_ids: Pages to fill.
+            page_ids: Pages to fill, each once.
             data: [len(page_ids), page_bytes] uint8, on the host or the device.
         """
+        self.write_all([(page_ids, data)])
+
+    def write_all(self, parts: Sequence[tuple[list[int], Tensor]]) -> None:
+        """As `write` of each part, with fewer launches: small ones go through the buffer together.
+
+        No page may be in two of them.
+        """
         if self._staging is None:
-            self.pages.index_copy_(0, torch.tensor(page_ids, dtype=torch.int64), data)
+            for page_ids, part in parts:
+                self.pages.index_copy_(0, torch.tensor(page_ids, dtype=torch.int64), part)
             return
-        step, pages = len(self._staging), self.as_dtype(torch.int64)
-        for start in range(0, len(page_ids), step):
-            part = data[start : start + step]
-            ids = torch.tensor(page_ids[start : start + step], pin_memory=True)
-            staged = self._staging[: len(part)]
-            staged.copy_(part, non_blocking=True)
-            index = ids.to(self.pages.device, non_blocking=True)
-            pages.index_copy_(0, index, staged.view(torch.int64))
+        ids = [page for page_ids, _ in parts for page in page_ids]
+        if not ids:
+            return
+        index, step = torch.tensor(ids, pin_memory=True), len(self._staging)
+        done = filled = 0  # pages that lie in place, and in the buffer
+        for _, part in parts:
+            start = 0
+            while start < len(part):
+                count = min(len(part) - start, step - filled)
+                staged = self._staging[filled : filled + count]
+                staged.copy_(part[start : start + count], non_blocking=True)
+                start, filled = start + count, filled + count
+                if filled == step or done + filled == len(ids):
+                    self._put(index[done : done + filled])
+                    done, filled = done + filled, 0
+
+    def _put(self, page_ids: Tensor) -> None:
+        """Bring what the buffer holds into its pages [n] int64, pinned."""
+        assert self._staging is not None
+        index = page_ids.to(self.pages.device, non_blocking=True)
+        staged = self._staging[: len(page_ids)].view(torch.int64)
+        self.as_dtype(torch.int64).index_copy_(0, index, staged)
 
 
 def pages_for(num_bytes: int, page_bytes: int) -> int:

@@ -1,8 +1,8 @@
 """Desired and committed bits of every block, and the pages that hold its planes and LUTs.
 
 The only writer of committed bits. It keeps the books; bytes are copied by the mover (raises) or
-by the arena in the order of the current stream (the LUT of a reduction). All changes happen at
-the safe point, between two forward steps:
+by the arena in the order of the current stream (LUTs of reductions, before the next step). All
+changes happen at the safe point, between two forward steps:
 
     reduce        committed bits fall, then the pages of the unread planes are free at once
     begin_raise   pages are taken, state = transfer, the old width is still served
@@ -15,7 +15,6 @@ The tensors that kernels read (`pages_of`) keep their addresses for life.
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -28,6 +27,7 @@ from pw.memory.arena import Arena
 from pw.memory.host_store import HostPlaneStore
 from pw.memory.layout import BlockLayout
 from pw.memory.mirror import Mirror
+from pw.memory.module_table import ModuleTable
 from pw.memory.pool import PagePool
 from pw.memory.prefix_cache import PrecisionTag
 from pw_kernels.pages import WeightPages
@@ -49,83 +49,6 @@ class Raise:
         return self.plane_pages + self.lut_pages
 
 
-class _ModuleTable:
-    """The entries of one module in the mirror, from a position on.
-
-    Each tensor has a host side, for the books, and a device side, for kernels. Of S layers:
-
-        bits [S, E] | LUT offsets [S, E] | plane pages [S, E, B, PP] | LUT pages [S, E, LP]
-    """
-
-    def __init__(
-        self, geometry: ExpertGeometry, layout: BlockLayout, mirror: Mirror, start: int
-    ) -> None:
-        lead = (len(geometry.layers), geometry.experts)
-        self.layout, self._mirror = layout, mirror
-        self._shapes = (
-            lead,
-            lead,
-            (*lead, layout.max_bits, layout.plane_pages),
-            (*lead, layout.max_lut_pages),
-        )
-        self._starts = [start]
-        for shape in self._shapes:
-            self._starts.append(self._starts[-1] + math.prod(shape))
-        self.bits, self.offsets, self.planes, self.luts = self._cut(mirror.host)
-        self.bits.zero_()
-        self.offsets.zero_()
-        host = (self.bits, self.offsets, self.planes, self.luts)
-        self._rows = [side.view(math.prod(lead), -1).numpy() for side in host]  # of each block
-        self.device = self._cut(mirror.device)  # bits, offsets, planes, LUTs
-
-    @property
-    def end(self) -> int:
-        """First position behind it."""
-        return self._starts[-1]
-
-    @staticmethod
-    def size(geometry: ExpertGeometry, layout: BlockLayout) -> int:
-        """Entries that a module takes."""
-        each = 2 + layout.max_bits * layout.plane_pages + layout.max_lut_pages
-        return len(geometry.layers) * geometry.experts * each
-
-    def write(
-        self, slot: int, expert: int, bits: int, planes: list[list[int]], luts: list[int]
-    ) -> None:
-        """Set a block's width and the pages of its LUT region, and of planes that are new to it."""
-        layout, size = self.layout, self.layout.plane_pages
-        row = slot * self.bits.shape[1] + expert
-        widths, offsets, pages, regions = self._rows
-        before, starts = int(widths[row, 0]), self._starts
-        widths[row], offsets[row] = bits, layout.lut_offset(bits)
-        low, high = sorted((before * size, bits * size))
-        pages[row, low:high] = [page for plane in planes[before:] for page in plane] or -1
-        first = starts[2] + row * pages.shape[1]
-        changed = [np.array(starts[:2]) + row, np.arange(first + low, first + high)]
-        if max(before, bits) > layout.base_bits or not before:  # else the region is the base
-            places = layout.lut_places(bits)
-            regions[row, :places] = np.resize(np.array(luts, dtype=np.int32), places)  # repeated
-            regions[row, places:] = -1
-            first = starts[3] + row * regions.shape[1]
-            changed.append(np.arange(first, first + regions.shape[1]))
-        self._mirror.note(np.concatenate(changed))
-
-    def holds(
-        self, slot: int, expert: int, bits: int, planes: list[list[int]], luts: list[int]
-    ) -> bool:
-        """Whether the entry of a block is this one."""
-        return (
-            int(self.bits[slot, expert]) == bits
-            and self.planes[slot, expert, :bits].tolist() == planes
-            and self.luts[slot, expert, : len(luts)].tolist() == luts
-        )
-
-    def _cut(self, flat: Tensor) -> list[Tensor]:
-        """The four tensors as views of one side of the mirror."""
-        spans = zip(self._starts, self._starts[1:], self._shapes, strict=False)
-        return [flat[start:end].view(shape) for start, end, shape in spans]
-
-
 class WeightPageTable:
     """Committed bits and pages of all blocks. Block index = `ExpertGeometry.index`."""
 
@@ -141,10 +64,10 @@ class WeightPageTable:
         self.layouts = layouts
         self.min_bits, self.max_bits = layouts[0].min_bits, layouts[0].max_bits
         self._arena, self._pool, self._store = arena, pool, store
-        entries = sum(_ModuleTable.size(geometry, layout) for layout in layouts)
+        entries = sum(ModuleTable.size(geometry, layout) for layout in layouts)
         self._mirror = Mirror(entries, arena.pages.device)
-        gate_up = _ModuleTable(geometry, layouts[0], self._mirror, 0)
-        self._tables = (gate_up, _ModuleTable(geometry, layouts[1], self._mirror, gate_up.end))
+        gate_up = ModuleTable(geometry, layouts[0], self._mirror, 0)
+        self._tables = (gate_up, ModuleTable(geometry, layouts[1], self._mirror, gate_up.end))
         self._mirror.note(np.arange(entries))
         self.committed = np.zeros(geometry.blocks, dtype=np.int64)
         self.desired = np.zeros(geometry.blocks, dtype=np.int64)
@@ -152,6 +75,7 @@ class WeightPageTable:
         self._tag: PrecisionTag | None = None  # of the committed bits, once somebody asked
         self._moving_pages = 0
         self._cancelled: set[int] = set()
+        self._narrowed: dict[int, tuple[list[int], Tensor]] = {}  # LUTs to be written, and where
         self._plane_pages: list[list[list[int]]] = [[] for _ in range(geometry.blocks)]
         self._base_pages: list[list[int]] = [[] for _ in range(geometry.blocks)]
         self._lut_pages: list[list[int]] = [[] for _ in range(geometry.blocks)]
@@ -257,6 +181,8 @@ class WeightPageTable:
     def reduce(self, index: int, to_bits: int) -> int:
         """Lower the committed bits of a settled block and free the pages it no longer needs.
 
+        A narrower LUT is written by `publish`.
+
         Returns:
             Pages freed.
 
@@ -272,8 +198,9 @@ class WeightPageTable:
         region = self._lut_pages[index]
         keep = layout.lut_pages(to_bits)
         if keep:
-            # The narrower LUT overwrites the wider one in stream order: no reader in between.
-            self._arena.write(region[:keep], self._store.lut(index, to_bits))
+            self._narrowed[index] = region[:keep], self._store.lut(index, to_bits)
+        else:
+            self._narrowed.pop(index, None)
         freed = region[keep:]
         self._lut_pages[index] = region[:keep]
         for pages in self._plane_pages[index][to_bits:]:
@@ -319,6 +246,7 @@ class WeightPageTable:
             self.desired[index] = self.committed[index]
             return int(self.committed[index])
         old = self._lut_pages[index]
+        self._narrowed.pop(index, None)
         self._append_planes(index, move.plane_pages)
         self._lut_pages[index] = move.lut_pages
         self.committed[index] = move.to_bits
@@ -347,7 +275,13 @@ class WeightPageTable:
             labels[move.pages] = moving
 
     def publish(self) -> None:
-        """Send changed entries to the device in stream order, with one small copy."""
+        """Send changed entries to the device in stream order, with one small copy.
+
+        Before them, narrower LUTs over wider ones, all together: no kernel reads in between.
+        """
+        if self._narrowed:
+            self._arena.write_all(list(self._narrowed.values()))
+            self._narrowed.clear()
         self._mirror.publish()
 
     def _append_planes(self, index: int, pages: list[int]) -> None:

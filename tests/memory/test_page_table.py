@@ -21,6 +21,7 @@ def full(bits: int) -> np.ndarray:
 
 def assert_contents(memory, index: int) -> None:
     """The block decodes, from the arena, to the source's own weights at the committed width."""
+    memory.table.publish()
     key = GEOMETRY.key(index)
     pages = memory.table.pages_of(GEOMETRY.slot(key.layer), key.module)
     decoded = decode_block(memory.arena.pages, pages, key.expert, torch.bfloat16)
@@ -69,6 +70,27 @@ def test_reduction_frees_exactly_the_difference_at_once() -> None:
     assert freed * memory.arena.page_bytes == cost[0, -1] - cost[0, 0]
     assert memory.pool.free_count == before + freed
     assert (np.diff(cost, axis=1) > 0).all()
+
+
+@pytest.mark.parametrize("then", ["reduced", "raised", "to the base"])
+def test_a_lut_that_waits_for_the_step_overwrites_nobody(then: str) -> None:
+    """Its pages may have gone to others by then."""
+    memory = make_memory(base_bits=3)
+    table, index = memory.table, 4
+    table.load(full(MAX_BITS))
+    table.reduce(index, 5)
+    waiting = set(table._lut_pages[index])
+    if then == "raised":
+        raise_now(memory, index, MAX_BITS)
+    else:
+        table.reduce(index, 4 if then == "reduced" else 3)
+    others = memory.pool.take(memory.pool.free_count, 1 << 30)
+    assert waiting & set(others)
+    memory.arena.pages[others] = 77
+    table.publish()
+    assert bool((memory.arena.pages[others] == 77).all())
+    for block in range(GEOMETRY.blocks):
+        assert_contents(memory, block)
 
 
 def test_old_width_is_served_until_the_commit() -> None:
