@@ -7,19 +7,23 @@
 //   SIZE           of a head: 64, 128 or 256;  TOKENS: of a page
 //   WARPS          of a block that multiply (one more ends items): an even number
 //   UNITS          copies that a warp has room for
-//   PART           keys of a part; each is computed alone, so that a result does not depend on who computes it
+//   PART           keys of a part, about; each is computed alone, so that a result does not depend on who computes it
+//   LEAST, SHORTEST  parts of a query, as far as they have so many keys each, about
 //   WINDOW, SOFTCAP, SINKS   1: there is one
 //
-// An item is a part of one query's keys at one such head; parts begin at the first key that the query sees. Every block
-// makes the list of all items from the lengths and takes every gridDim-th. Its warps share an item's tiles of 16 keys. The
-// matrix unit multiplies keys [16 keys x 16 columns] by queries [16 columns x 8 heads], and values [16 columns x 16 keys] by
-// weights [16 keys x 8 heads].
+// An item is a part of one query's keys at one such head; parts begin at the first key that the query sees and are of one
+// length, since a short one takes a block as long to end as a whole one. Every block makes the list of all items from the
+// lengths and takes every gridDim-th. Its warps share an item's tiles of 16 keys. The matrix unit multiplies
+// keys [16 keys x 16 columns] by queries [16 columns x 8 heads], and values [16 columns x 16 keys] by weights [16 keys x 8 heads].
 //
 // What a warp reads comes in units of 16 rows of up to 128 columns: the queries of an item, then the keys and the values of
 // each of its tiles. It copies them for itself, UNITS - 1 ahead, across items. When it has no more tiles of an item it leaves
 // its sums in shared memory and goes on with the next; it waits for others only if they are a whole item behind. The last
 // warp adds up what the others leave, writes it, and says that the part is done; who says so last merges all parts of the
 // query, in a fixed order.
+//
+// Lengths and tables are read before the wait for the launch before, which writes queries, keys and values: what wrote them
+// has ended when that one begins.
 
 #include "common.cuh"
 
@@ -75,7 +79,7 @@ constexpr int MERGED = 8;                                       // parts on thei
 constexpr float LOG2E = 1.4426950408889634f, LOWEST = -1.0e30f, ABSENT = -3.0e38f;
 constexpr int RING = WARPS * UNITS * UNIT, VALUES = WARPS * GROUP * VALUE_ROW;
 // [WARPS, UNITS] units; [WARPS, GROUP] values, maximum and sum of a part; two barriers; whether the last part of a query came;
-// of T tokens: parts before, positions, sequences
+// of T tokens: parts before, positions, sequences, lengths of parts
 extern __shared__ __align__(128) unsigned char dynamic[];
 
 DI float shuffled(float v, int lane) { return __uint_as_float(__shfl_sync(~0u, __float_as_uint(v), lane)); }
@@ -98,13 +102,13 @@ struct Deal {
 
 // All items: those of a token follow each other, and the heads of a part.
 struct Work {
-  int *before, *position, *sequence;                            // [T + 1], [T], [T]; -1: of no sequence
+  int *before, *position, *sequence, *length;                   // [T + 1], [T], [T]; -1: of no sequence; [T] keys of a part
   int total;
   DI int low(const Arguments& a, int token) const { return WINDOW ? max(0, position[token] + 1 - a.window) : 0; }
-  DI int parts(const Arguments& a, int token) const { return (position[token] - low(a, token)) / PART + 1; }
+  DI int parts(int token) const { return before[token + 1] - before[token]; }
   DI Work(const Arguments& a, int lane, int warp) {
     before = (int*)dynamic + RING / 4 + VALUES + 2 * WARPS * GROUP + 5;
-    position = before + a.tokens + 1, sequence = position + a.tokens;
+    position = before + a.tokens + 1, sequence = position + a.tokens, length = sequence + a.tokens;
     int *starts = (int*)dynamic, *lengths = starts + a.sequences + 1;   // no unit is on its way yet
     for (int b = threadIdx.x; b <= a.sequences; b += THREADS) {
       starts[b] = load_int(a.query_start + b);
@@ -120,7 +124,10 @@ struct Work {
       bool there = token < starts[a.sequences];
       position[token] = there ? lengths[first] - starts[first + 1] + token : 0;
       sequence[token] = there ? first : -1;
-      before[token + 1] = there ? parts(a, token) : 0;
+      int keys = position[token] + 1 - low(a, token);
+      int wanted = max(1, max((keys + PART / 2) / PART, min(LEAST, (keys + SHORTEST / 2) / SHORTEST)));
+      length[token] = (keys + wanted * TILE - 1) / (wanted * TILE) * TILE;
+      before[token + 1] = there ? (keys + length[token] - 1) / length[token] : 0;
     }
     __syncthreads();
     if (warp == 0) {
@@ -147,8 +154,8 @@ struct Work {
       token += __popc(votes);
       if (votes != ~0u) break;
     }
-    int number = row - before[token], from = low(a, token) + number * PART;
-    return {token, item % HEADS, number, from, min(position[token] + 1, from + PART)};
+    int number = row - before[token], from = low(a, token) + number * length[token];
+    return {token, item % HEADS, number, from, min(position[token] + 1, from + length[token])};
   }
 };
 
@@ -312,12 +319,20 @@ DI void merge_together(const Arguments& a, const Shared& shared, const Part& par
   }
 }
 
+// Waits for the launch before; queries of no sequence get zeros.
+DI void begin(const Arguments& a, const Work& work) {
+  wait_for_earlier();
+  for (int token = blockIdx.x; token < a.tokens; token += gridDim.x)
+    for (int i = threadIdx.x; work.sequence[token] < 0 && i < HEADS * GROUP * SIZE; i += THREADS)
+      a.out[(u64)token * (HEADS * GROUP * SIZE) + i] = 0;
+}
+
 // The warp that ends the items of its block; whether the parts of the last are to be merged, too.
 DI bool end_items(const Arguments& a, const Work& work, const Shared& shared, u32 left, u32 taken, int lane) {
   u32 parity = 0, last = 0;
   ROLLED for (int item = blockIdx.x; item < work.total; item += gridDim.x, parity ^= 1) {
     Part part = work.part(a, item, lane);
-    int rows = min(WARPS, part.tiles()), parts = work.parts(a, part.token);
+    int rows = min(WARPS, part.tiles()), parts = work.parts(part.token);
     barrier_wait(left, parity);
     write_item(a, shared, part, rows, parts == 1, lane);
     barrier_arrive(taken);
@@ -343,6 +358,7 @@ DI bool end_items(const Arguments& a, const Work& work, const Shared& shared, u3
 // One of the warps that multiply.
 DI void compute_items(const Arguments& a, const Work& work, const Shared& shared, u32 left, u32 taken, int lane, int warp) {
   Copies copies(a, work, lane, warp);
+  begin(a, work);
   u32 ring = (u32)__cvta_generic_to_shared(dynamic) + warp * (UNITS * UNIT), parity = 0;
   ROLLED for (int i = 0; i < UNITS - 1; i++) copies.copy(a, work, ring + i * UNIT, lane, warp);
   int slot = 0;
@@ -432,12 +448,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention(Arguments a) 
   u32* last = (u32*)(shared.extremes + 2 * WARPS * GROUP + 4);
   let_next_begin();
   if (threadIdx.x == 0) barrier_init(left, 32 * WARPS), barrier_init(taken, 32);
-  wait_for_earlier();
   Work work(a, lane, warp);
-  for (int token = blockIdx.x; token < a.tokens; token += gridDim.x)
-    for (int i = threadIdx.x; work.sequence[token] < 0 && i < HEADS * GROUP * SIZE; i += THREADS)
-      a.out[(u64)token * (HEADS * GROUP * SIZE) + i] = 0;
   if (warp == WARPS) {
+    begin(a, work);
     bool merges = end_items(a, work, shared, left, taken, lane);
     if (lane == 0) *last = merges;
   } else {
@@ -446,6 +459,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention(Arguments a) 
   __syncthreads();
   if (*last) {
     Part part = work.part(a, ((work.total - 1 - (int)blockIdx.x) / (int)gridDim.x) * (int)gridDim.x + (int)blockIdx.x, lane);
-    merge_together(a, shared, part, work.parts(a, part.token), lane, warp);
+    merge_together(a, shared, part, work.parts(part.token), lane, warp);
   }
 }

@@ -14,8 +14,9 @@ _MOST_SHARE = 2
 _UNIT_ROWS, _UNIT_COLS = 16, 128
 _ROOM = 227 << 10  # bytes of shared memory that a block of an H200 may have
 _RINGS = ((8, 4), (8, 3), (4, 4), (4, 3))  # warps and units; the first as measured on an H200
-_PARTS = {4: 256, 16: 512}  # queries times heads of items at most: keys of a part
-_LONGEST_PART = 1024
+_PLACES = 132  # multiprocessors of an H200
+_PART = 1024  # keys
+_SHORTEST = 128  # keys of a part where a query has several only for the sake of places
 
 
 class Arguments(ctypes.Structure):
@@ -44,36 +45,40 @@ class Plan:
     Attributes:
         warps: Of a block.
         units: Copies that a warp has room for.
-        part: Keys of a part.
+        part: Keys of a part, about.
+        least: Parts of a query, as far as they have `shortest` keys each, about.
+        shortest: See `least`.
     """
 
     warps: int
     units: int
-    part: int
+    part: int = _PART
+    least: int = 1
+    shortest: int = _SHORTEST
+
+    def parts_of(self, keys: int) -> int:
+        """Parts of so many keys at most."""
+        few = min(self.least, (keys + self.shortest // 2) // self.shortest)
+        return max(1, (keys + self.part // 2) // self.part, few)
 
 
 def choose_plan(tokens: int, heads: int, kv_heads: int, size: int, room: int = _ROOM) -> Plan:
-    """Longer parts for more queries, which fill the device anyway; a block that has room.
+    """Parts for all places, where there are few queries; a block that has room.
 
     Args:
-        tokens: T; only `part` depends on it.
+        tokens: T; only `least` depends on it.
         heads: Hq.
         kv_heads: Hkv.
         size: D.
         room: Bytes of shared memory that a block may have.
     """
-    part = _part_of(tokens, heads, kv_heads)
+    least = max(1, _PLACES // (tokens * kv_heads * share_of(heads // kv_heads)))
     for warps, units in _RINGS:
-        plan = Plan(warps, units, part)
+        plan = Plan(warps, units, least=least)
         constants = constants_of(plan, heads, kv_heads, size, 1, torch.bfloat16)
         if shared_bytes(constants, MOST_TOKENS) <= room:
             break
     return plan
-
-
-def _part_of(tokens: int, heads: int, kv_heads: int) -> int:
-    rows = tokens * kv_heads * share_of(heads // kv_heads)
-    return next((part for most, part in _PARTS.items() if rows <= most), _LONGEST_PART)
 
 
 def share_of(group: int) -> int:
@@ -86,21 +91,16 @@ def takes(heads: int, kv_heads: int, size: int) -> bool:
     return size in SIZES and share_of(heads // kv_heads) <= _MOST_SHARE
 
 
-def parts_of(context: int, part: int) -> int:
-    """Parts of so many keys in the longest context there may be."""
-    return -(-context // part)
-
-
 def workspace_bytes(tokens: int, heads: int, kv_heads: int, size: int, context: int) -> int:
     """What the parts of a batch take."""
-    parts = parts_of(context, _part_of(tokens, heads, kv_heads))
+    parts = choose_plan(tokens, heads, kv_heads, size).parts_of(context)
     return 4 * tokens * heads * parts * (size + 2)
 
 
 def most_workspace_bytes(tokens: int, heads: int, kv_heads: int, size: int, context: int) -> int:
     """The same for the worst batch of up to so many."""
-    tokens, each = min(tokens, MOST_TOKENS), kv_heads * share_of(heads // kv_heads)
-    counts = {tokens, *(min(tokens, max(1, most // each)) for most in _PARTS)}
+    tokens = min(tokens, MOST_TOKENS)
+    counts = (*range(1, min(tokens, _PLACES) + 1), tokens)
     return max(workspace_bytes(n, heads, kv_heads, size, context) for n in counts)
 
 
@@ -112,14 +112,15 @@ def constants_of(
     return {
         "FLOAT16": int(dtype == torch.float16), "SHARE": share, "HEADS": kv_heads * share,
         "GROUP": heads // kv_heads // share, "SIZE": size, "TOKENS": page_tokens,
-        "PART": plan.part, "WARPS": plan.warps, "UNITS": plan.units,
+        "PART": plan.part, "LEAST": plan.least, "SHORTEST": plan.shortest, "WARPS": plan.warps,
+        "UNITS": plan.units,
     }  # fmt: skip
 
 
 def shared_bytes(constants: dict[str, int], tokens: int) -> int:
     """Dynamic shared memory of a block."""
     warps, group, size = (constants[name] for name in ("WARPS", "GROUP", "SIZE"))
-    return ring_bytes(constants) + 4 * (warps * group * (size + 6) + 3 * tokens + 6)
+    return ring_bytes(constants) + 4 * (warps * group * (size + 6) + 4 * tokens + 6)
 
 
 def threads_of(constants: dict[str, int]) -> int:

@@ -1,12 +1,13 @@
 """Attention of decode steps in CUDA C++ compiled at run time (`attention.cu`): one launch.
 
 For batches in which each sequence has about one query, heads of 64, 128 or 256 and up to 16 query
-heads of a key head; `triton_attention` takes all others. Keys are cut into parts from the first
-that a query sees, which are merged in order: with equal plans a token's result does not depend on
-the others. Plans depend on the device and, in the length of parts, on how many queries there are.
-The grid fills the device once, whatever the lengths are: its blocks share out the parts there are.
-Nothing waits for the device. Blocks tell each other through counters which parts are done: calls
-that may run at the same time need counters of their own.
+heads of a key head; `triton_attention` takes all others. A query's keys are cut into parts of one
+length, which are merged in order: with equal plans a token's result does not depend on the others.
+Plans depend on the device and, in the number of parts, on how many queries there are. The grid
+fills the device once, whatever the lengths are: its blocks share out the parts there are. Nothing
+waits for the device. Blocks tell each other through counters which parts are done: calls that may
+run at the same time need counters of their own. Lengths and tables are read while the launch before
+this one ends: they have to be there when that one begins.
 
 Axes as in `reference.py`.
 """
@@ -24,7 +25,6 @@ from pw_kernels.attention_plans import (
     choose_plan,
     constants_of,
     most_workspace_bytes,
-    parts_of,
     ring_bytes,
     shared_bytes,
     takes,
@@ -105,7 +105,7 @@ def paged_attention(
     if plan is None:
         plan = choose_plan(tokens, heads, kv_heads, size, nvrtc.shared_bytes(index))
     context = block_tables.shape[1] * page_tokens
-    parts = parts_of(min(context, window or context), plan.part)
+    parts = plan.parts_of(min(context, window or context))
     if counters is None:
         counters = torch.zeros(tokens * heads, dtype=torch.int32, device=q.device)
     partial = q.new_empty(tokens * heads * parts * (size + 2), dtype=torch.float32)

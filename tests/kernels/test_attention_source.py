@@ -11,7 +11,13 @@ import torch
 from torch import Tensor
 
 from pw_kernels import reference
-from pw_kernels.attention_plans import Arguments, Plan, choose_plan, constants_of, threads_of
+from pw_kernels.attention_plans import (
+    Arguments,
+    Plan,
+    choose_plan,
+    constants_of,
+    threads_of,
+)
 from support.cuda_source import CudaSource
 
 SOURCE = CudaSource("attention.cu", "attention_on_cpu.h", [  # defined by the headers
@@ -22,6 +28,12 @@ DTYPE = torch.bfloat16
 PLAN = Plan(warps=4, units=3, part=96)
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+
+
+class Written(ctypes.Structure):
+    """`Written` of attention_on_cpu.h."""
+
+    _fields_ = (("to", ctypes.c_void_p), ("source", ctypes.c_void_p), ("bytes", ctypes.c_uint64))
 
 
 class Case:
@@ -51,7 +63,7 @@ class Case:
         self.starts = torch.tensor([0, *queries]).cumsum(0).int()
         self.lengths = torch.tensor(lengths).int()
         wide = torch.randn(rows, heads + 2, size).to(DTYPE)  # rows need not be dense
-        self.q = wide[:, 1 : heads + 1]
+        self.wide, self.q = wide, wide[:, 1 : heads + 1]
         self.sinks = torch.randn(heads)
 
     def compile(self, folder: Path, **options: Any) -> Any:
@@ -64,7 +76,7 @@ class Case:
     def run(self, library: Any, blocks: int = 3, **options: Any) -> Tensor:
         tokens, heads, size = self.q.shape
         keys, values = self.arena[:, 0], self.arena[:, 1]
-        parts = -(-self.tables.shape[1] * self.page_tokens // self.plan.part)
+        parts = self.plan.parts_of(self.tables.shape[1] * self.page_tokens)
         out = torch.full((tokens, heads, size), torch.nan).to(DTYPE)
         partial = torch.full((tokens, heads, parts, size), torch.nan)
         extremes = torch.full((tokens, heads, parts, 2), torch.nan)
@@ -133,3 +145,39 @@ def test_with_equal_plans_a_token_s_result_does_not_depend_on_the_batch(tmp_path
     case.q, case.tables, case.lengths = case.q[1:2], case.tables[1:], case.lengths[1:]
     case.starts = case.starts[:2]
     assert torch.equal(case.run(library)[0], both[1])
+
+
+@pytest.mark.parametrize(("lengths", "queries"), [
+    ([251], [1]), ([17], [1]), ([16], [1]), ([40], [3]), ([18], [3]), ([7, 33], [2, 17]),
+])  # fmt: skip
+@pytest.mark.parametrize("window", [None, 20])
+def test_what_the_launch_before_writes_is_read_behind_the_wait(
+    tmp_path: Path, lengths: list[int], queries: list[int], window: int | None
+) -> None:
+    options = {} if window is None else {"window": window}
+    case = Case(lengths, queries, 2, 1, 128)
+    library, want = case.compile(tmp_path, **options), case.expected(**options)
+    written = (Written * 2).in_dll(library, "written")
+    real = [tensor.clone() for tensor in (case.arena, case.wide)]
+    for b, (length, new) in enumerate(zip(lengths, queries, strict=True)):
+        for t in range(length - new, length):
+            page = int(case.tables[b, t // case.page_tokens])
+            case.arena[page, :, t % case.page_tokens] = torch.nan
+    case.wide.fill_(torch.nan)
+    for place, tensor, now in zip(written, (case.arena, case.wide), real, strict=True):
+        place.to, place.source, place.bytes = tensor.data_ptr(), now.data_ptr(), now.nbytes
+    ctypes.c_int.in_dll(library, "waiting").value = case.threads
+    found = case.run(library, blocks=1, **options)
+    assert (found.float() - want.float()).norm() <= 5e-3 * want.float().norm()
+
+
+def test_parts_are_of_equal_length() -> None:
+    for least, shortest in ((1, 128), (4, 128), (33, 64)):
+        plan = Plan(8, 4, part=1024, least=least, shortest=shortest)
+        for keys in range(1, 9000, 7):
+            parts = plan.parts_of(keys)
+            assert parts == 1 or keys / parts >= min(shortest, 1024) / 1.5
+            assert keys / parts < 1.5 * 1024
+            assert parts >= min(least, keys // (2 * shortest))
+    assert [Plan(8, 4, least=8).parts_of(keys) for keys in (140, 1024, 1040, 9000)] == [1, 8, 8, 9]
+    assert [Plan(8, 4).parts_of(keys) for keys in (1024, 1100, 1535, 1536)] == [1, 1, 1, 2]

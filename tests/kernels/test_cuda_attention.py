@@ -18,7 +18,6 @@ from pw_kernels.attention_plans import (
     choose_plan,
     constants_of,
     most_workspace_bytes,
-    parts_of,
     shared_bytes,
     takes,
     workspace_bytes,
@@ -73,9 +72,8 @@ def test_plans_of_an_h200_are_those_that_were_measured() -> None:
             continue
         for tokens in (1, 2, 4, 5, 8, 16, 17, 32, 64, 127, 512):
             rows = tokens * kv_heads * (1 if group <= MOST_GROUP else 2)
-            part = 256 if rows <= 4 else 512 if rows <= 16 else 1024
             plan = choose_plan(tokens, group * kv_heads, kv_heads, size, 227 << 10)
-            assert plan == Plan(warps=8, units=4, part=part)
+            assert plan == Plan(warps=8, units=4, part=1024, least=max(1, 132 // rows))
             assert plan == choose_plan(tokens, group * kv_heads, kv_heads, size)
 
 
@@ -146,7 +144,7 @@ class Call:
 def test_on_a_gpu(heads: int, kv_heads: int, size: int, dtype: torch.dtype) -> None:
     call = Call([150, 1, 3000, 513, 64, 65, 1024, 9], heads, kv_heads, size, dtype)
     assert cuda_attention.fits(*call.args[:4])
-    assert parts_of(3000, choose_plan(8, heads, kv_heads, size).part) > 1
+    assert choose_plan(8, heads, kv_heads, size).parts_of(3000) > 1
     sinks = torch.randn(heads, device="cuda")
     for options in ({}, {"window": 600}, {"softcap": 5.0, "sinks": sinks}):
         found, want = call.run(cuda_attention, **options), call.run(reference, **options)

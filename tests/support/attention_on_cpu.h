@@ -1,9 +1,21 @@
 // What attention.cu needs beyond products_on_cpu.h.
 
+#define wait_for_earlier wait_for_nothing
 #include "products_on_cpu.h"
+#undef wait_for_earlier
+
+// What the launch before writes: there when all of the `waiting` threads of one block wait for it, if there are any.
+struct Written { void* to; const void* from; u64 bytes; };
+extern "C" { Written written[2]; int waiting, waited; }
+inline void wait_for_earlier() {
+  if (!waiting) return;
+  waited++;
+  while (waited < waiting) pass_on();
+  for (const Written& w : written) memcpy(w.to, w.from, w.bytes);
+}
 
 struct float2 { float x, y; };
-inline int __popc(u32 value) { return __builtin_popcount(value); }
+#define __popc(v) __builtin_popcount(v)
 inline void __syncwarp() { warp_take(0, 0); }
 inline float exp2_fast(float v) { return std::exp2(v); }
 inline int load_int(const int* p) { return at<int>((u64)p); }
