@@ -89,9 +89,15 @@ class BlockLayout:
 
     def lut_pages(self, bits: int) -> int:
         """Pages held of the LUT of a width above the base, 0 for a width in the base."""
-        return (
+        return self._lut_pages[bits]
+
+    @cached_property
+    def _lut_pages(self) -> list[int]:
+        """`lut_pages` by width: a release asks a thousand times."""
+        return [
             0 if bits <= self.base_bits else pages_for(self.held_lut_bytes(bits), self.page_bytes)
-        )
+            for bits in range(self.max_bits + 1)
+        ]
 
     def lut_places(self, bits: int) -> int:
         """Pages that the region of a width's LUT seems to have; `lut_pages` of them are held."""

@@ -67,8 +67,8 @@ class ModuleTable:
         changed = [np.array(starts[:2]) + row, np.arange(first + low, first + high)]
         if max(before, bits) > layout.base_bits or not before:  # else the region is the base
             places = layout.lut_places(bits)
-            regions[row, :places] = np.resize(np.array(luts, dtype=np.int32), places)  # repeated
-            regions[row, places:] = -1
+            repeated = luts if len(luts) == places else np.resize(luts, places)
+            regions[row, :places], regions[row, places:] = repeated, -1
             first = starts[3] + row * regions.shape[1]
             changed.append(np.arange(first, first + regions.shape[1]))
         self._mirror.note(np.concatenate(changed))
