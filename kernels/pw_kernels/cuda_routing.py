@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -20,13 +21,14 @@ from torch import Tensor
 from pw_kernels import nvrtc
 from pw_kernels.bitplane import TILE_COLS, TILE_ROWS
 from pw_kernels.pages import WeightPages
+from pw_kernels.slots import Choice, chosen
 
 KINDS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
 _QUEUES = 4  # counters: one for each module and class
 
 
-class _Routing(ctypes.Structure):
-    """`Routing` of routing.cu."""
+class Lists(ctypes.Structure):
+    """`Routing` of lists.cuh."""
 
     _fields_ = (
         ("ids", ctypes.c_void_p),
@@ -103,8 +105,8 @@ class Routed:
 
 
 def route(
-    topk_ids: Tensor,
-    topk_weights: Tensor,
+    topk_ids: Tensor | Choice,
+    topk_weights: Tensor | None,
     modules: tuple[WeightPages, WeightPages],
     size: int,
     threshold: int,
@@ -112,31 +114,42 @@ def route(
     live: Tensor | None = None,
 ) -> Routed:
     """Group the slots of each expert by `size`; widths up to `threshold` are the first class."""
-    count, experts, device = topk_ids.numel(), modules[0].experts, topk_ids.device
+    experts = modules[0].experts
+    if isinstance(topk_ids, Choice) and topk_ids.experts == experts:
+        ids, weights, launch = topk_ids.ids, topk_ids.weights, topk_ids.launch
+    else:
+        topk_ids, topk_weights = chosen(topk_ids, topk_weights)
+        ids, weights = topk_ids.contiguous(), topk_weights.float().contiguous()
+        launch = partial(_launch, ids, experts)
+    count, device = ids.numel(), ids.device
     groups = min(count, count // size + experts)
     sizes = [8 * groups, 8 * groups, size * groups, count, experts, groups + _QUEUES]
     scratch = torch.empty(sum(sizes), dtype=torch.int32, device=device)
     if nvrtc.rehearsing():
         scratch.fill_(-1)  # no group has an expert: Triton's kernels do run, and read these lists
     gate_up, down, slots, ranks, counts, progress = torch.split(scratch, sizes)
-    ids, weights = topk_ids.contiguous(), topk_weights.float().contiguous()
-    threads = max(128, min(1024, _power_of_two(max(experts, count))))
     pair, two = ctypes.c_void_p * 2, ctypes.c_int * 2
     least, most = (two(*bound) for bound in zip(*(m.possible_widths for m in modules), strict=True))
-    arguments = _Routing(
+    arguments = Lists(
         ids.data_ptr(), weights.data_ptr(), pair(*(m.bits.data_ptr() for m in modules)),
         pair(*(m.lut_offset.data_ptr() for m in modules)),
         pair(gate_up.data_ptr(), down.data_ptr()), slots.data_ptr(), ranks.data_ptr(),
         counts.data_ptr(), _address(statistics), _address(live), progress.data_ptr(), count,
         groups, threshold, len(progress), least, most,
     )  # fmt: skip
-    constants = {
-        "EXPERTS": experts, "TOKENS": size, "THREADS": threads, "TOP_K": topk_ids.shape[1],
-        "FLOAT16": 0,
-    }  # fmt: skip
-    kernel("routing.cu", "route", constants, device).launch((1,), threads, 0, arguments)
+    launch(arguments, size)
     work = (gate_up.view(2, groups, 4), down.view(2, groups, 4))
     return Routed(work, slots.view(groups, size), counts, ids, weights, live, progress)
+
+
+def _launch(ids: Tensor, experts: int, lists: Lists, size: int) -> None:
+    threads = max(128, min(1024, _power_of_two(max(experts, ids.numel()))))
+    constants = {
+        "EXPERTS": experts, "TOKENS": size, "THREADS": threads, "TOP_K": ids.shape[1],
+        "FLOAT16": 0,
+    }  # fmt: skip
+    run = kernel("routing.cu", "route", constants, ids.device)
+    run.launch((1,), threads, 0, lists, overlap=True)
 
 
 def combine(results: Tensor, routed: Routed, out: Tensor, overlap: bool = False) -> None:

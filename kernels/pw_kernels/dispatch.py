@@ -20,7 +20,7 @@ from torch import Tensor
 from pw_kernels import dense, reference
 from pw_kernels.pages import WeightPages
 from pw_kernels.reference import Activation, Observer
-from pw_kernels.slots import SlotResults
+from pw_kernels.slots import Choice, SlotResults, chosen
 
 BACKENDS = ("auto", "reference", "numba", "triton", "cuda")
 
@@ -45,8 +45,8 @@ def available_backends() -> tuple[str, ...]:
 
 def fused_moe(
     x: Tensor,
-    topk_ids: Tensor,
-    topk_weights: Tensor,
+    topk_ids: Tensor | Choice,
+    topk_weights: Tensor | None,
     arena: Tensor,
     gate_up: WeightPages,
     down: WeightPages,
@@ -67,7 +67,8 @@ def fused_moe(
     take no observer. To `statistics`, [2, E] fp32, the router weights that each expert received
     and their squares are added: on CUDA in the pass that groups the tokens, without a wait.
     Rows of x from live[0] on ([1] int32, on the device) are padding: no expert reads them, they are
-    not counted and their result is zero. Not `summed`: as `fused_moe_slots`.
+    not counted and their result is zero. Not `summed`: as `fused_moe_slots`. What is not chosen
+    yet (`Choice`) is by the kernels.
 
     Raises:
         ValueError: The named backend cannot take these arguments, or is not installed.
@@ -85,14 +86,17 @@ def fused_moe(
     module = _module(_MOE[name]) if name in _MOE else reference
     assert module is not None  # _choose has imported it
     extra: dict[str, Any] = {} if observer is None else {"observer": observer}
-    if name == "cuda":
-        extra |= {"live": live, "summed": summed}
-    elif live is not None:
-        topk_ids = reference.only_live(topk_ids, live)
     if name in _COUNTING:
         extra["statistics"] = statistics
-    elif statistics is not None:
-        reference.count_routing(statistics, topk_ids, topk_weights)
+    if name == "cuda":
+        extra |= {"live": live, "summed": summed}
+    if name != "cuda" or len(x) == 1:  # a single token needs no lists
+        ids, topk_weights = chosen(topk_ids, topk_weights)
+        if name != "cuda" and live is not None:
+            ids = reference.only_live(ids, live)
+        if name not in _COUNTING and statistics is not None:
+            reference.count_routing(statistics, ids, topk_weights)
+        topk_ids = ids
     return module.fused_moe(  # type: ignore[no-any-return]
         x,
         topk_ids,
@@ -115,8 +119,8 @@ def fused_moe_slots(*args: Any, **options: Any) -> Tensor | SlotResults:
 
 def dense_moe(
     x: Tensor,
-    topk_ids: Tensor,
-    topk_weights: Tensor,
+    topk_ids: Tensor | Choice,
+    topk_weights: Tensor | None,
     gate_up: Tensor,
     down: Tensor,
     *,
@@ -135,6 +139,7 @@ def dense_moe(
             x, topk_ids, topk_weights, gate_up, down, activation=activation,
             gate_up_bias=gate_up_bias, down_bias=down_bias, live=live,
         )  # fmt: skip
+    topk_ids, topk_weights = chosen(topk_ids, topk_weights)
     return dense.dense_moe(
         x, topk_ids, topk_weights, gate_up, down, activation=activation,
         gate_up_bias=gate_up_bias, down_bias=down_bias,

@@ -25,7 +25,7 @@ from pw.models.experts import Activation
 from pw_kernels.dispatch import compiles, dense_moe, fused_moe, fused_moe_slots
 from pw_kernels.pages import WeightPages
 from pw_kernels.reference import Observer
-from pw_kernels.slots import SlotResults
+from pw_kernels.slots import Choice, SlotResults
 
 Biases = Sequence[tuple[Tensor | None, Tensor | None]]  # by slot: gate_up [E, 2I], down [E, H]
 
@@ -102,8 +102,20 @@ class PagedExperts:
         """As a call, where it can be without the sum over the experts of a token."""
         return self._run(fused_moe_slots, slot, x, ids, weights)  # type: ignore[no-any-return]
 
+    def by_choice(
+        self, slot: int, _module: nn.Module, x: Tensor, choice: Choice, *, summed: bool
+    ) -> Tensor | SlotResults:
+        """As a call or, not `summed`, as `slots`, with experts that are not chosen yet."""
+        run = fused_moe if summed else fused_moe_slots
+        return self._run(run, slot, x, choice, None)  # type: ignore[no-any-return]
+
     def _run(
-        self, run: Callable[..., Any], slot: int, x: Tensor, ids: Tensor, weights: Tensor
+        self,
+        run: Callable[..., Any],
+        slot: int,
+        x: Tensor,
+        ids: Tensor | Choice,
+        weights: Tensor | None,
     ) -> Any:
         observer = live = None
         if self.batch is not None:
@@ -189,6 +201,16 @@ class DenseExperts:
         self, slot: int, _module: nn.Module, x: Tensor, ids: Tensor, weights: Tensor
     ) -> Tensor:
         """See `RoutedExperts`."""
+        return self._run(slot, x, ids, weights)
+
+    def by_choice(
+        self, slot: int, _module: nn.Module, x: Tensor, choice: Choice, *, summed: bool
+    ) -> Tensor:
+        """As a call, with experts that are not chosen yet."""
+        del summed  # they always are
+        return self._run(slot, x, choice, None)
+
+    def _run(self, slot: int, x: Tensor, ids: Tensor | Choice, weights: Tensor | None) -> Tensor:
         gate_up, down = self._weights[slot]
         gate_up_bias, down_bias = self._biases[slot]
         return dense_moe(

@@ -18,9 +18,9 @@ from pw.models.experts import activation_name
 from pw.models.fusion import concatenate
 from pw.models.routers import Route, fused_route
 from pw.models.slicing import AllReduce
-from pw_kernels import products, step
+from pw_kernels import products, routers, step
 from pw_kernels.products import Gated
-from pw_kernels.slots import SlotResults
+from pw_kernels.slots import Choice, chosen
 from pw_kernels.step import Norm
 
 
@@ -103,9 +103,10 @@ class GatedMlp:
         weight = self.weight[: 2 * self._inner]
         return products.gated_product(y, weight, self._inner, self._kernel).out
 
-    def others(self, y: Tensor) -> Tensor:
-        """`rest` alone, in the same way."""
-        return products.product(y, self.weight[2 * self._inner :])
+    @property
+    def others(self) -> Tensor:
+        """Rows of the weight that make `rest`."""
+        return self.weight[2 * self._inner :]
 
 
 class Mlp:
@@ -147,23 +148,24 @@ class Moe:
     def __call__(self, x: Tensor) -> Tensor:
         """[T, H] -> same."""
         if self._gated is None:
-            normed, ids, weights = self._choose(x)
-            routed = self._routed(normed, ids, weights)
+            routed = self._routed(*self._choose(x))
             return x + routed if self._reduce is None else self._reduce(routed, x)
         if self._beside is not None and self._beside.open and pays(len(x)):
             return self._both(x, self._gated, self._beside)
         shared = self._gated(x)
         share = shared.rest[:, :1]
+        ids: Tensor | Choice
+        weights: Tensor | None
         if self._route is not None and self._joined:
             logits = shared.rest[:, 1 : 1 + len(self._route.routing.weight)]
-            chosen = self._route.choose(logits)
+            ids, weights = routers.choose(logits, self._route.routing)
         else:
-            chosen = self._by_router(shared.normed)
+            ids, weights = self._by_router(shared.normed)
         if self._kernels and self._reduce is None:
-            slots = products.takes_slots(shared.out, self._down)
-            parts = (self._slots if slots else self._routed)(shared.normed, *chosen)
+            summed = not products.takes_slots(shared.out, self._down)
+            parts = self._routed(shared.normed, ids, weights, summed=summed)
             return products.product(shared.out, self._down, add=(x, parts), share=share)
-        routed = self._routed(shared.normed, *chosen)
+        routed = self._routed(shared.normed, ids, weights)
         if self._reduce is not None:  # one sum over the ranks for all that is added to x
             added = torch.addcmul(routed, share.sigmoid(), linear(shared.out, self._down))
             return self._reduce(added, x)
@@ -175,21 +177,23 @@ class Moe:
         y = self._norm(x)
         with beside.apart():
             shared = products.product(gated.activated(y), self._down)
-        rest = gated.others(y)
-        logits = rest[:, 1 : 1 + len(self._route.routing.weight)]
-        routed = self._routed(y, *self._route.choose(logits))
+        ids, weights, share = routers.choice(y, gated.others, 1, self._route.routing)
+        routed = self._routed(y, ids, weights)
         beside.meet()
-        return step.join(x, routed, shared, rest[:, :1])
+        return step.join(x, routed, shared, share)
 
-    def _choose(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _choose(self, x: Tensor) -> tuple[Tensor, Tensor | Choice, Tensor | None]:
         """The norm of x, and experts and weights of its tokens."""
         if self._route is None or not self._joined:
             normed = self._norm(x)
             return (normed, *self._by_router(normed))
+        if pays(len(x)):  # fewer take the norm along, and more are for torch
+            normed, routing = self._norm(x), self._route.routing
+            return (normed, *routers.choice(normed, routing.weight, 0, routing)[:2])
         _, logits, normed = products.gated_product(
             x, self._route.routing.weight, 0, "silu", norm=self._norm.joined
         )
-        return (normed, *self._route.choose(logits))
+        return (normed, *routers.choose(logits, self._route.routing))
 
     def _by_router(self, normed: Tensor) -> tuple[Tensor, Tensor]:
         if self._route is not None:
@@ -197,16 +201,19 @@ class Moe:
         _, weights, ids = self._router(normed)
         return ids, weights
 
-    def _slots(self, normed: Tensor, ids: Tensor, weights: Tensor) -> Tensor | SlotResults:
-        """As `_routed`, without the sum over a token's experts where they can do without."""
+    def _routed(
+        self, normed: Tensor, ids: Tensor | Choice, weights: Tensor | None, *, summed: bool = True
+    ) -> Any:
+        """[T, H]; not `summed`: without the sum over a token's experts, where they can do so."""
         experts = self._experts
-        run = getattr(experts.pw_experts, "slots", experts.pw_experts)
-        return run(experts.pw_slot, experts, normed, ids, weights)  # type: ignore[no-any-return]
-
-    def _routed(self, normed: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        experts = self._experts
-        result: Tensor = experts.pw_experts(experts.pw_slot, experts, normed, ids, weights)
-        return result
+        run = experts.pw_experts
+        if isinstance(ids, Choice):
+            if hasattr(run, "by_choice"):
+                return run.by_choice(experts.pw_slot, experts, normed, ids, summed=summed)
+            ids, weights = chosen(ids, weights)
+        if not summed:
+            run = getattr(run, "slots", run)
+        return run(experts.pw_slot, experts, normed, ids, weights)
 
 
 def _reduction(module: nn.Module) -> AllReduce | None:

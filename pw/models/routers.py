@@ -51,10 +51,6 @@ class Route:
         routing = self.routing
         return self.prepare is None and routing.bias is None and not routing.wide
 
-    def choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """What a call gives, from the logits [T, E] of a router that `joins`."""
-        return step.choose(logits, self.routing, backend=self.backend)
-
 
 def router_of(model: nn.Module, experts: str) -> nn.Module | None:
     """The router beside the experts module at a path; None where there is none, or several."""

@@ -11,9 +11,13 @@ import torch
 from torch import Tensor
 
 from pw.models.checkpoint import Checkpoint
-from pw.models.flat import flat_decoder
+from pw.models.experts import expert_modules
+from pw.models.flat import FlatDecoder, flat_decoder
 from pw.models.skeleton import Skeleton, general_forward, load_skeleton
 from pw.models.testing import KINDS, PlainContext, make_checkpoint, streamed_experts
+from pw_kernels import routers, step
+from pw_kernels.slots import Choice
+from pw_kernels.step import Routing
 
 FLAT = ("qwen2_moe", "qwen2_moe_norm", "qwen2_moe_window", "mixtral", "qwen3_moe")
 IDS = torch.randint(3, 97, (21,), generator=torch.Generator().manual_seed(5))
@@ -57,6 +61,51 @@ def test_both_passes_give_the_same_logits_from_the_same_weights(
     assert skeleton.flat is not None
     general = run(partial(general_forward, skeleton.model))
     torch.testing.assert_close(run(skeleton.flat), general, rtol=1e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("kind", ["qwen2_moe", "mixtral"])
+@pytest.mark.parametrize("takes", [False, True])
+def test_experts_may_be_chosen_by_those_who_run_them(
+    kind: str, takes: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU, where the launch that lists the tokens of each expert makes the choice."""
+    skeleton = load(kind, tmp_path)
+    flat = FlatDecoder(skeleton.model, kernels=True)
+    expected, made = run(flat), []
+
+    def choose(logits: Tensor, routing: Routing) -> tuple[Choice, None]:
+        found = step.choose(logits, routing)
+        ids, weights = (torch.zeros_like(tensor) for tensor in found)
+
+        def launch(lists: object, _: int) -> None:
+            made.append(lists)
+            ids.copy_(found[0])
+            weights.copy_(found[1])
+
+        return Choice(ids, weights, len(routing.weight), launch), None
+
+    class Experts:
+        """Take a choice, and say that they listed it."""
+
+        def __init__(self, inner: Any) -> None:
+            self.inner = inner
+
+        def __call__(self, *args: Any) -> Any:
+            return self.inner(*args)
+
+        def by_choice(
+            self, slot: int, module: Any, x: Tensor, choice: Choice, *, summed: bool
+        ) -> Any:
+            assert summed
+            choice.launch("lists", 8)
+            return self.inner(slot, module, x, choice.ids, choice.weights)
+
+    monkeypatch.setattr(routers, "choose", choose)
+    modules = [module for _, module in expert_modules(skeleton.model)]
+    if takes:
+        skeleton.bind_experts(Experts(modules[0].pw_experts))
+    assert torch.equal(run(flat), expected)
+    assert made == ["lists" if takes else None] * len(modules)
 
 
 def test_bf16_runs_flat_too_and_shares_its_storage(tmp_path: Path) -> None:

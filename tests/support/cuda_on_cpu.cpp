@@ -1,28 +1,35 @@
-// Runs a kernel's blocks one after the other, a block's threads as coroutines in turn.
+// Runs a kernel's blocks one after the other, a block's threads as coroutines in turn; the CLUSTER blocks of a cluster at once,
+// each with memory of its own while its threads run.
 
 #include "cuda_on_cpu.h"
 
 #include <ucontext.h>
 
+#include <memory>
 #include <vector>
+
+#ifndef CLUSTER
+#define CLUSTER 1
+#endif
 
 Index threadIdx, blockIdx, gridDim;
 extern "C" { alignas(128) unsigned char dynamic[256 << 10]; }
 extern "C" void kernel(const void* arguments);
 
 namespace {
-constexpr int STACK = 128 << 10, MOST_WARPS = 32;
-struct Thread { ucontext_t context; bool done; long barriers, exchanges; };
+constexpr int STACK = 128 << 10, MOST_WARPS = 32 * CLUSTER, ROOM = 256 << 10;
+struct Thread { ucontext_t context; bool done; long barriers, meetings, exchanges; };
 struct Operands { u32 words[6]; };
 std::vector<Thread> threads;
 ucontext_t scheduler;
-int current;
-long arrived, in_warp[MOST_WARPS];
+int current, block_size;
+long arrived[CLUSTER], met, in_warp[MOST_WARPS];
+std::vector<unsigned char> memories[CLUSTER];                   // of the blocks that do not run
 Operands offered[MOST_WARPS][2][32];
 const void* given;
 
 void body() {
-  threadIdx.x = current;
+  threadIdx.x = current % block_size;
   kernel(given);
   threads[current].done = true;
   swapcontext(&threads[current].context, &scheduler);
@@ -44,18 +51,38 @@ float bf16(u32 pair, int which) {
 }
 }  // namespace
 
-void pass_on() { swapcontext(&threads[current].context, &scheduler); threadIdx.x = current; }
+void pass_on() { swapcontext(&threads[current].context, &scheduler); threadIdx.x = current % block_size; }
 void __syncthreads() {
-  long until = (long)threads.size() * ++threads[current].barriers;
-  arrived++;
-  while (arrived < until) pass_on();
+  int block = current / block_size;
+  long until = (long)block_size * ++threads[current].barriers;
+  arrived[block]++;
+  while (arrived[block] < until) pass_on();
 }
+u32 rank_in_cluster() { return current / block_size; }
+void push(u32 at, u32 rank, float value) {
+  unsigned char* memory = rank == rank_in_cluster() ? dynamic : memories[rank].data();
+  memcpy(memory + at - SHARED_BASE, &value, 4);
+}
+void cluster_arrive() { met++, threads[current].meetings++; }
+void cluster_wait() { while (met < (long)threads.size() * threads[current].meetings) pass_on(); }
 u32 warp_take(u32 value, int lane) { return exchange({{value}})[lane].words[0]; }
 u32 warp_vote(bool vote) {
   const Operands* all = exchange({{vote}});
   u32 votes = 0;
   for (int lane = 0; lane < 32; lane++) votes |= all[lane].words[0] << lane;
   return votes;
+}
+u32 warp_most(u32 value) {
+  const Operands* all = exchange({{value}});
+  u32 most = 0;
+  for (int lane = 0; lane < 32; lane++) most = max(most, all[lane].words[0]);
+  return most;
+}
+u32 warp_match(u32 value) {
+  const Operands* all = exchange({{value}});
+  u32 lanes = 0;
+  for (int lane = 0; lane < 32; lane++) lanes |= (u32)(all[lane].words[0] == value) << lane;
+  return lanes;
 }
 void warp_multiply(float* sums, const u32* a, u32 b0, u32 b1) {
   const Operands* all = exchange({{a[0], a[1], a[2], a[3], b0, b1}});
@@ -69,25 +96,36 @@ void warp_multiply(float* sums, const u32* a, u32 b0, u32 b1) {
   }
 }
 extern "C" void run(const void* arguments, int columns, int rows, int size) {
-  given = arguments;
+  given = arguments, block_size = size;
   gridDim = {(u32)columns, (u32)rows, 1};
-  std::vector<char> stacks((size_t)size * STACK);
-  for (blockIdx.y = 0; blockIdx.y < gridDim.y; blockIdx.y++)
-    for (blockIdx.x = 0; blockIdx.x < gridDim.x; blockIdx.x++) {
-      memset(dynamic, 0xFF, sizeof dynamic);                    // NaN, where a kernel reads what nothing wrote
-      threads.assign(size, Thread());
-      arrived = 0;
+  int all = size * CLUSTER;
+  std::unique_ptr<char[]> stacks(new char[(size_t)all * STACK]);
+  for (u32 y = 0; y < gridDim.y; y++)
+    for (u32 x = 0; x < gridDim.x; x += CLUSTER) {
+      memset(dynamic, 0xFF, ROOM);                              // NaN, where a kernel reads what nothing wrote
+      if (CLUSTER > 1)
+        for (auto& memory : memories) memory.assign(ROOM, 0xFF);
+      threads.assign(all, Thread());
+      memset(arrived, 0, sizeof arrived);
       memset(in_warp, 0, sizeof in_warp);
-      for (int i = 0; i < size; i++) {
+      met = 0;
+      for (int i = 0; i < all; i++) {
         getcontext(&threads[i].context);
         threads[i].context.uc_stack = {&stacks[(size_t)i * STACK], 0, STACK};
         makecontext(&threads[i].context, body, 0);
       }
-      for (int left = size; left;)
-        for (current = 0, left = 0; current < size; current++)
-          if (!threads[current].done) {
-            left++;
-            swapcontext(&scheduler, &threads[current].context);
-          }
+      for (int left = all; left;) {
+        left = 0;
+        for (int block = 0; block < CLUSTER; block++) {
+          blockIdx.x = x + block, blockIdx.y = y;
+          if (CLUSTER > 1) memcpy(dynamic, memories[block].data(), ROOM);
+          for (current = block * size; current < (block + 1) * size; current++)
+            if (!threads[current].done) {
+              left++;
+              swapcontext(&scheduler, &threads[current].context);
+            }
+          if (CLUSTER > 1) memcpy(memories[block].data(), dynamic, ROOM);
+        }
+      }
     }
 }

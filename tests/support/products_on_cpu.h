@@ -3,8 +3,6 @@
 #include "cuda_on_cpu.h"
 
 inline float rsqrtf(float v) { return 1.0f / std::sqrt(v); }
-inline u32 atomicAdd(u32* at, u32 by) { u32 before = *at; *at += by; return before; }
-inline void __threadfence() {}
 inline uint4 __ldg(const uint4* p) { return at<uint4>((u64)p); }
 inline u16 load_number(const u16* p) { return at<u16>((u64)p); }
 inline float load_float(const float* p) { return at<float>((u64)p); }

@@ -1,0 +1,199 @@
+"""Routers of some tokens in CUDA C++ compiled at run time (`router.cu`): see `routers`.
+
+One launch of a cluster of blocks makes logits and chooses experts. Logits are those of
+`cuda_products` to the bit; the same for every number of tokens. A launch may begin while the one
+before ends: weights are on their way before it has.
+
+Axes as in `routers`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from pw_kernels import nvrtc
+from pw_kernels.cuda_routing import Lists
+from pw_kernels.slots import Choice
+from pw_kernels.step import Routing
+
+MOST_TOKENS = 64
+CLUSTER = 8  # blocks, the most that every device has room for
+PARTS = 16  # of the columns, as many as warps of products.cu
+STEP = 32  # columns
+MOST_STEPS = 8  # of a part: a lane holds what it multiplies
+MOST_ROWS = 128
+MOST_CHOSEN = 32  # tokens whose choice is one block
+_MOST_CHOICES = 512  # experts of choice.cuh
+_SCORES = {"softmax": 0, "none": 1}
+_DTYPES = (torch.bfloat16, torch.float16)
+_LEAST_CAPABILITY = (9, 0)  # clusters
+
+
+class Arguments(ctypes.Structure):
+    """`Arguments` of router.cu."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("x", "weight", "others", "ids", "weights")),
+        ("tokens", ctypes.c_int),
+        ("x_row", ctypes.c_int),
+        ("scale", ctypes.c_float),
+    )
+
+
+class Logits(ctypes.Structure):
+    """`Arguments` of choice.cu."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("logits", "ids", "weights")),
+        ("tokens", ctypes.c_int),
+        ("row", ctypes.c_int),
+        ("scale", ctypes.c_float),
+    )
+
+
+class Nothing(ctypes.Structure):
+    """`Routing` of router.cu without lists."""
+
+    _fields_ = (("nothing", ctypes.c_char),)
+
+
+def fits(x: Tensor, weight: Tensor, first: int, routing: Routing) -> bool:
+    """Whether the kernel can take a call."""
+    tokens, cols = x.shape
+    return (
+        x.device.type == "cuda"
+        and 0 < tokens <= MOST_TOKENS
+        and first + len(routing.weight) <= min(MOST_ROWS, len(weight))
+        and first <= STEP
+        and weight.dtype == x.dtype
+        and x.dtype in _DTYPES
+        and cols % STEP == 0
+        and cols <= PARTS * MOST_STEPS * STEP
+        and weight.is_contiguous()
+        and x.stride(1) == 1
+        and x.stride(0) % 8 == 0
+        and x.data_ptr() % 16 == weight.data_ptr() % 16 == 0
+        and chooses(routing)
+        and torch.cuda.get_device_capability(x.device) >= _LEAST_CAPABILITY
+    )
+
+
+def chooses(routing: Routing) -> bool:
+    """Whether the kernel chooses as a router does."""
+    return (
+        routing.score in _SCORES
+        and routing.groups == 1
+        and not routing.wide
+        and routing.widened
+        and routing.top_k <= STEP
+        and routing.bias is routing.choice_bias is routing.expert_scale is None
+        and routing.dtype in (torch.float32, routing.weight.dtype)
+    )
+
+
+def choice_constants(dtype: torch.dtype, routing: Routing) -> dict[str, int]:
+    """Macros of choice.cuh and of what both its users have."""
+    return {
+        "FLOAT16": int(dtype == torch.float16), "EXPERTS": len(routing.weight),
+        "TOP_K": routing.top_k, "SCORE": _SCORES[routing.score],
+        "NORMALIZE": int(routing.normalize), "ROUNDED": int(routing.dtype == dtype),
+    }  # fmt: skip
+
+
+def logits_constants(
+    dtype: torch.dtype, tokens: int, routing: Routing, size: int
+) -> dict[str, int]:
+    """Macros of choice.cu; `size`: slots of a group, 0: no lists."""
+    threads = 32 * max(tokens, -(-len(routing.weight) // 32)) if size else 32
+    constants = {"LISTS": int(size > 0), "TOKENS": size, "THREADS": threads}
+    return choice_constants(dtype, routing) | constants
+
+
+def constants_of(
+    shape: tuple[int, int], dtype: torch.dtype, first: int, tokens: int, routing: Routing, size: int
+) -> dict[str, int]:
+    """Macros of router.cu; `size`: slots of a group, 0: no lists."""
+    return choice_constants(dtype, routing) | {
+        "N": shape[0], "K": shape[1], "CLUSTER": CLUSTER, "TILES": -(-tokens // CLUSTER),
+        "FIRST": first, "LISTS": int(size > 0), "TOKENS": size,
+    }  # fmt: skip
+
+
+def shared_bytes(constants: dict[str, int]) -> int:
+    """Dynamic shared memory of a block: its part of the weights, sums of all parts."""
+    steps = -(-constants["K"] // (STEP * PARTS))
+    row_tiles = -(-(constants["FIRST"] + constants["EXPERTS"]) // 16)
+    weights = PARTS // CLUSTER * steps * row_tiles * 1024
+    sums = PARTS * constants["TILES"] * (16 * row_tiles + 4) * 4
+    return weights + sums + 12 * 8 * constants["TILES"] * constants["TOP_K"] * constants["LISTS"]
+
+
+def takes(logits: Tensor, routing: Routing) -> bool:
+    """Whether `choose` can take a call."""
+    return (
+        logits.device.type == "cuda"
+        and 0 < len(logits) <= MOST_CHOSEN
+        and logits.dtype in _DTYPES
+        and logits.dtype == routing.weight.dtype
+        and logits.stride(1) == 1
+        and len(routing.weight) <= _MOST_CHOICES
+        and chooses(routing)
+        and torch.cuda.get_device_capability(logits.device) >= (8, 0)
+    )
+
+
+def choose(logits: Tensor, routing: Routing) -> Choice:
+    """See `routers.choose`."""
+    ids, weights = _room(logits, routing)
+
+    def launch(lists: Lists | None, size: int) -> None:
+        arguments = Logits(
+            logits.data_ptr(), ids.data_ptr(), weights.data_ptr(), len(logits), logits.stride(0),
+            routing.scale,
+        )  # fmt: skip
+        constants = logits_constants(logits.dtype, len(logits), routing, size)
+        kernel = nvrtc.kernel("choice.cu", "choose", tuple(constants.items()), _index(logits))
+        kernel.launch(
+            (1 if size else len(logits),), constants["THREADS"], 0, arguments,
+            Nothing() if lists is None else lists, overlap=True,
+        )  # fmt: skip
+
+    return Choice(ids, weights, len(routing.weight), launch)
+
+
+def _room(like: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
+    """For ids and weights [T, k]."""
+    ids = torch.empty(len(like), routing.top_k, dtype=torch.int64, device=like.device)
+    weights = torch.empty(ids.shape, dtype=torch.float32, device=like.device)
+    if nvrtc.rehearsing():  # nobody writes them, but other kernels do run and read them
+        ids.zero_()
+        weights.zero_()
+    return ids, weights
+
+
+def _index(x: Tensor) -> int:
+    return torch.cuda.current_device() if x.device.index is None else x.device.index
+
+
+def choice(x: Tensor, weight: Tensor, first: int, routing: Routing) -> tuple[Choice, Tensor]:
+    """See `routers.choice`."""
+    others = x.new_empty(len(x), first)
+    ids, weights = _room(x, routing)
+    shape = (weight.shape[0], weight.shape[1])
+
+    def launch(lists: Lists | None, size: int) -> None:
+        arguments = Arguments(
+            x.data_ptr(), weight.data_ptr(), others.data_ptr() if first else None, ids.data_ptr(),
+            weights.data_ptr(), len(x), x.stride(0), routing.scale,
+        )  # fmt: skip
+        constants = constants_of(shape, x.dtype, first, len(x), routing, size)
+        kernel = nvrtc.kernel("router.cu", "router", tuple(constants.items()), _index(x))
+        kernel.launch(
+            (CLUSTER,), 32 * PARTS // CLUSTER * constants["TILES"], shared_bytes(constants),
+            arguments, Nothing() if lists is None else lists, overlap=True,
+        )  # fmt: skip
+
+    return Choice(ids, weights, len(routing.weight), launch), others
