@@ -17,13 +17,13 @@ extern "C" { alignas(128) unsigned char dynamic[256 << 10]; }
 extern "C" void kernel(const void* arguments);
 
 namespace {
-constexpr int STACK = 128 << 10, MOST_WARPS = 32 * CLUSTER, ROOM = 256 << 10;
+constexpr int STACK = 128 << 10, MOST_WARPS = 32 * CLUSTER, MEMORY = 256 << 10;
 struct Thread { ucontext_t context; bool done; long barriers, meetings, exchanges; };
 struct Operands { u32 words[6]; };
 std::vector<Thread> threads;
 ucontext_t scheduler;
 int current, block_size;
-long arrived[CLUSTER], met, in_warp[MOST_WARPS];
+long arrived[CLUSTER], clusters_met, in_warp[MOST_WARPS];
 std::vector<unsigned char> memories[CLUSTER];                   // of the blocks that do not run
 Operands offered[MOST_WARPS][2][32];
 const void* given;
@@ -63,8 +63,8 @@ void push(u32 at, u32 rank, float value) {
   unsigned char* memory = rank == rank_in_cluster() ? dynamic : memories[rank].data();
   memcpy(memory + at - SHARED_BASE, &value, 4);
 }
-void cluster_arrive() { met++, threads[current].meetings++; }
-void cluster_wait() { while (met < (long)threads.size() * threads[current].meetings) pass_on(); }
+void cluster_arrive() { clusters_met++, threads[current].meetings++; }
+void cluster_wait() { while (clusters_met < (long)threads.size() * threads[current].meetings) pass_on(); }
 u32 warp_take(u32 value, int lane) { return exchange({{value}})[lane].words[0]; }
 u32 warp_vote(bool vote) {
   const Operands* all = exchange({{vote}});
@@ -102,13 +102,13 @@ extern "C" void run(const void* arguments, int columns, int rows, int size) {
   std::unique_ptr<char[]> stacks(new char[(size_t)all * STACK]);
   for (u32 y = 0; y < gridDim.y; y++)
     for (u32 x = 0; x < gridDim.x; x += CLUSTER) {
-      memset(dynamic, 0xFF, ROOM);                              // NaN, where a kernel reads what nothing wrote
+      memset(dynamic, 0xFF, MEMORY);                              // NaN, where a kernel reads what nothing wrote
       if (CLUSTER > 1)
-        for (auto& memory : memories) memory.assign(ROOM, 0xFF);
+        for (auto& memory : memories) memory.assign(MEMORY, 0xFF);
       threads.assign(all, Thread());
       memset(arrived, 0, sizeof arrived);
       memset(in_warp, 0, sizeof in_warp);
-      met = 0;
+      clusters_met = 0;
       for (int i = 0; i < all; i++) {
         getcontext(&threads[i].context);
         threads[i].context.uc_stack = {&stacks[(size_t)i * STACK], 0, STACK};
@@ -118,13 +118,13 @@ extern "C" void run(const void* arguments, int columns, int rows, int size) {
         left = 0;
         for (int block = 0; block < CLUSTER; block++) {
           blockIdx.x = x + block, blockIdx.y = y;
-          if (CLUSTER > 1) memcpy(dynamic, memories[block].data(), ROOM);
+          if (CLUSTER > 1) memcpy(dynamic, memories[block].data(), MEMORY);
           for (current = block * size; current < (block + 1) * size; current++)
             if (!threads[current].done) {
               left++;
               swapcontext(&scheduler, &threads[current].context);
             }
-          if (CLUSTER > 1) memcpy(memories[block].data(), dynamic, ROOM);
+          if (CLUSTER > 1) memcpy(memories[block].data(), dynamic, MEMORY);
         }
       }
     }
