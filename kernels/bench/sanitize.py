@@ -23,6 +23,8 @@ from pw_kernels import (
     cuda_moe,
     cuda_prefill,
     cuda_prompts,
+    cuda_routers,
+    cuda_routing,
     descents,
     places,
     products,
@@ -46,6 +48,8 @@ SMALLER = ((8, 3), (4, 4), (4, 3))  # warps and units of attention where shared 
 KERNELS = {
     "decode": "experts",
     "routing": "route",
+    "router": "router",
+    "choice": "choose",
     "prompts": "experts",
     "arrange": "arrange",
     "expand": "expand",
@@ -113,6 +117,28 @@ def prompts() -> None:
             f"plan of {mean} slots an expert", 70,
             lambda *args, plan=plan: cuda_prompts.fused_moe(*args, plan, activation="silu"),
         )  # fmt: skip
+
+
+def routers(form: str) -> None:
+    """Experts chosen by a launch that lists their tokens, too, and by one that does not."""
+    weight = torch.randn(16, 512).bfloat16().cuda() / 22
+    routing = Routing(weight[1:8], 2, torch.bfloat16, widened=True)
+    modules = tuple(Layer().blocks)
+    for tokens in (5, 20):
+        x = torch.randn(tokens, 512).bfloat16().cuda()
+        logits = (x.float() @ weight.float().t()).bfloat16()[:, 1:8]
+        _, want = step.choose(logits, routing, backend="torch")
+        for listed in (True, False):
+            if form == "router":
+                made, _ = cuda_routers.choice(x, weight, 1, routing)
+            else:
+                made = cuda_routers.choose(logits, routing)
+            if listed:
+                routed = cuda_routing.route(made, None, (modules[0], modules[1]), 8, 4, None)
+                assert int(routed.counts.sum()) == 2 * tokens
+            else:
+                made.launch(None, 0)
+            near(made.weights, want, f"{form}, {tokens} tokens")
 
 
 def expand() -> None:
@@ -223,7 +249,8 @@ def dense() -> None:
 
 
 FAMILIES: dict[str, Callable[[], None]] = {
-    "decode": decode, "routing": decode, "prompts": prompts, "arrange": prompts, "expand": expand,
+    "decode": decode, "routing": decode, "router": partial(routers, "router"),
+    "choice": partial(routers, "choice"), "prompts": prompts, "arrange": prompts, "expand": expand,
     **{name: partial(few_rows, name.partition("-")[2]) for name in KERNELS if "products" in name},
     "attention": attention, "triton-moe": triton_experts,
     "triton-attention": partial(attention, triton_attention), "triton-step": steps,
