@@ -271,7 +271,7 @@ def compile_all(
     with ThreadPoolExecutor(PROCESSES) as pool:
         for command in commands:
             pool.submit(run, command)
-        if options.compile:  # kernels of NVRTC have a cache that is filled fast
+        if options.compile or not options.experts:  # NVRTC's kernels have a cache filled fast
             return
         with nvrtc.Rehearsal():
             for shape in shapes:
@@ -308,7 +308,8 @@ def bench(options: argparse.Namespace) -> list[dict[str, Any]]:
             found: list[dict[str, Any]] = []
             start = clock()
             try:
-                found.extend(measure(shape, tokens))
+                if options.experts:
+                    found.extend(measure(shape, tokens))
             except RuntimeError as error:  # the rest is still measured
                 print(f"{shape.name}, {tokens} tokens: {error}", flush=True)
             middle = clock()
@@ -332,6 +333,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS)
     parser.add_argument("--peers", nargs="*", choices=list(peers.PEERS), default=list(peers.PEERS))
     parser.add_argument("--no-peers", dest="peers", action="store_const", const=[])
+    parser.add_argument("--no-experts", dest="experts", action="store_false", help="peers alone")
     parser.add_argument(
         "--prepare", nargs="*", choices=("tiles", "peers"), default=["tiles", "peers"],
         help="what is compiled by processes first, nothing if it is in Triton's cache",
