@@ -20,17 +20,24 @@ def test_features_of_two_tokens_by_hand() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_chunks_add_up_to_the_whole(dtype: torch.dtype) -> None:
-    hidden = (torch.randn(700, 48, generator=torch.Generator().manual_seed(0)) * 30).to(dtype)
-    sums = FeatureSums(48)
-    for chunk in torch.split(hidden, [1, 0, 499, 200]):
-        sums.add(chunk)
-    torch.testing.assert_close(sums.features(), prompt_features(hidden), rtol=1e-6, atol=1e-6)
-    assert sums.tokens == 700
+def test_chunks_add_up_to_the_whole_at_each_layer(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    hidden = (torch.randn(3, 700, 48, generator=generator) * 30).to(dtype)
+    sums = FeatureSums(3, 48)
+    for chunk in torch.split(hidden, [1, 0, 499, 200], dim=1):
+        for layer, its in enumerate(chunk):
+            sums.add(layer, its)
+    expected = torch.stack([prompt_features(its) for its in hidden])
+    torch.testing.assert_close(sums.features(), expected, rtol=1e-6, atol=1e-6)
     assert sums.features().dtype == torch.float32
+    assert sums.features().shape == (3, feature_count(48))
 
 
 def test_zero_hidden_states_stay_finite_and_no_tokens_are_an_error() -> None:
     assert prompt_features(torch.zeros(2, 3)).isfinite().all()
-    with pytest.raises(ValueError, match="without tokens"):
-        FeatureSums(3).features()
+    sums = FeatureSums(2, 3)
+    with pytest.raises(ValueError, match=r"\[0, 0\]"):
+        sums.features()
+    sums.add(0, torch.ones(4, 3))
+    with pytest.raises(ValueError, match=r"\[4, 0\]"):
+        sums.features()

@@ -53,19 +53,18 @@ class LearnedStatistics:
         self, heads: ResidualHeads, geometry: ExpertGeometry, device: torch.device
     ) -> None:
         self._heads = heads
-        self._sums = [FeatureSums(geometry.gate_up.cols, device) for _ in geometry.layers]
+        self._sums = FeatureSums(len(geometry.layers), geometry.gate_up.cols, device)
 
     def add_hidden(self, slot: int, hidden: Tensor) -> None:
         """See `PromptStatistics`."""
-        self._sums[slot].add(hidden)
+        self._sums.add(slot, hidden)
 
     def add_moments(self, slot: int, expert: int, inputs: Tensor, hidden: Tensor) -> None:
         """Not used by the heads."""
 
     def eta(self) -> NDArray[np.float64]:
         """See `PromptStatistics`."""
-        features = torch.stack([sums.features() for sums in self._sums])
-        return self._heads.predict(features.cpu().numpy())
+        return self._heads.predict(self._sums.features().cpu().numpy())
 
 
 class ExactStatistics:
