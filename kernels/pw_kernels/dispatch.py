@@ -313,6 +313,12 @@ def rehearsal(device: torch.device) -> AbstractContextManager[Rehearsed | None]:
     return nullcontext() if module is None else module.Rehearsal()
 
 
+def rehearsing(device: torch.device) -> bool:
+    """Whether kernels launched now may not run, so that tensors hold whatever memory held."""
+    module = _module("nvrtc") if device.type == "cuda" else None
+    return module is not None and bool(module.rehearsing())
+
+
 def _plain(
     gate_up: WeightPages, down: WeightPages, lut_dtype: torch.dtype, activation: Activation
 ) -> bool:

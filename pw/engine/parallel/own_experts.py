@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from pw.engine.context import Batch
 from pw.engine.experts import RoutedExperts, RoutingCounter
+from pw_kernels.dispatch import rehearsing
 from pw_kernels.reference import count_routing, only_live
 
 
@@ -41,6 +42,8 @@ class OwnExperts:
             live = None if self.batch is None else self.batch.live
             counted = ids if live is None else only_live(ids, live)
             count_routing(self._counter.sums[slot], counted, weights)
+        if rehearsing(ids.device):
+            ids = torch.zeros_like(ids)  # they may be any number, and are looked up
         own = torch.index_select(self._local[slot], 0, ids.flatten()).view(ids.shape)
         return self._inner(slot, _module, x, own, weights)
 
