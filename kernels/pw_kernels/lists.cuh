@@ -56,15 +56,11 @@ DI int count_slot(const Routing& a, Tally& t, int expert, double weight) {
   }
   return (int)atomicAdd(&t.counts[expert], 1);
 }
-// The expert of a thread: its statistics, and where its groups begin; all slots are counted.
+// The expert of a thread: where its groups begin; all slots are counted.
 DI int place_groups(const Routing& a, Tally& t, int e, const Block& block, int* place) {
   if (e >= EXPERTS) return 0;
   int mine = (t.counts[e] + TOKENS - 1) / TOKENS;
   if (a.counts) a.counts[e] = t.counts[e];
-  if (a.statistics) {
-    a.statistics[e] += (float)((double)(long long)t.mass[e] / 4294967296.0);
-    a.statistics[EXPERTS + e] += (float)((double)(long long)t.square[e] / 4294967296.0);
-  }
   if (mine) {
     t.first[e] = atomicAdd(&t.all, mine);
     UNROLL for (int m = 0; m < 2; m++) place[m] = atomicAdd(&t.listed[m][block.width[m]], mine);
@@ -82,6 +78,12 @@ DI void list_groups(const Routing& a, const Tally& t, int e, const Block& block,
     ROLLED for (int i = 0; i < mine; i++) list[i] = make_int4(t.first[e] + i, e, width, block.offset[m]);
   }
 }
+// Its statistics: last, as they have to be read.
+DI void add_statistics(const Routing& a, const Tally& t, int e) {
+  if (!a.statistics || e >= EXPERTS || !t.counts[e]) return;
+  a.statistics[e] += (float)((double)(long long)t.mass[e] / 4294967296.0);
+  a.statistics[EXPERTS + e] += (float)((double)(long long)t.square[e] / 4294967296.0);
+}
 // All of it for slots whose experts are there, and in range; `ranks` [count] is room.
 template <int BY> DI void make_lists(const Routing& a, Tally& t, int thread, const Block& block, int count, const int* experts, const float* weights, int* ranks) {
   int place[2];
@@ -91,4 +93,5 @@ template <int BY> DI void make_lists(const Routing& a, Tally& t, int thread, con
   __syncthreads();
   list_groups(a, t, thread, block, groups, place);
   ROLLED for (int s = thread; s < count; s += BY) a.slots[t.first[experts[s]] * TOKENS + ranks[s]] = s;
+  add_statistics(a, t, thread);
 }

@@ -91,14 +91,20 @@ def choose_plan(
         own = -(-steps // warps)
         plan = Plan(warps, min(own, 4), own, blocks=3 if warps <= 8 else 1)
         tiles = _row_tiles(rows, inner)
-        height = 3 if tiles > 3 * _PLACES else 2 if tiles > 2 * _PLACES and tokens > 4 else 1
-        tall = replace(plan, blocks=2, height=height)  # in one round, and fewer read the tokens
-        fits = 2 * tall.shared_bytes(cols, norm) <= room
-        return tall if height > 1 and warps <= 8 and fits else plan
+        if warps <= 8:
+            height = 3 if tiles > 3 * _PLACES else 2 if tiles > 2 * _PLACES and tokens > 4 else 1
+        else:
+            height = -(-tiles // _PLACES) if tiles <= 3 * _PLACES else 1
+        blocks = 2 if warps <= 8 else 1
+        tall = replace(plan, blocks=blocks, height=height)  # in one round; fewer read the tokens
+        return tall if height > 1 and blocks * tall.shared_bytes(cols, norm) <= room else plan
     own = -(-steps // WARPS)
     if tokens > TOKENS:
         return Plan(WARPS, min(own, 8), min(own, 4), tiles=2 if tokens <= 2 * TOKENS else 4)
-    return Plan(WARPS, min(own, 11), min(own, 12), blocks=2 if own <= 4 else 1)
+    plan = Plan(WARPS, min(own, 11), min(own, 12), blocks=2 if own <= 4 else 1)
+    pair = Plan(WARPS, min(own, 6), min(own, 4), blocks=2)
+    one_round = _PLACES < _row_tiles(rows, 0) <= 2 * _PLACES
+    return pair if one_round and 2 * pair.shared_bytes(cols, norm) <= room else plan
 
 
 def constants_of(

@@ -35,6 +35,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) route(Routing a) {
     long long expert = __ldcg(a.ids + s);
     if (expert >= 0 && expert < EXPERTS) a.slots[tally.first[expert] * TOKENS + a.ranks[s]] = s;
   }
+  add_statistics(a, tally, e);
 }
 
 // out [T, width] = weighted results [S, width] of each token, added in slot order; width a multiple of 4.

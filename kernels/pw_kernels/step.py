@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from pw_kernels import reference
+from pw_kernels.slots import SlotResults
 
 BACKENDS = ("auto", "torch", "triton")
 ROUTED_TOKENS = (
@@ -279,6 +280,19 @@ def join(
     if share is None:
         return x + routed + shared
     return torch.addcmul(x + routed, share.sigmoid(), shared)
+
+
+def add_slots(x: Tensor, slots: SlotResults, *, backend: str = "auto") -> Tensor:
+    """X + what experts give for each token, rounded before it is added: [T, H].
+
+    Args:
+        x: [T, H].
+        slots: Of T tokens.
+        backend: One of BACKENDS.
+    """
+    if (kernels := _triton(backend, x)) is not None:
+        return kernels.add_slots(x, slots)  # type: ignore[no-any-return]
+    return x + slots.sum(x.dtype)
 
 
 def _triton(backend: str, x: Tensor, module: str = "triton_step") -> ModuleType | None:

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from pw_kernels.slots import SlotResults
 from pw_kernels.triton_overlap import begin, overlap
 
 _BLOCK = 1024  # columns of a program of an elementwise kernel
@@ -341,5 +342,58 @@ def join(x: Tensor, routed: Tensor, shared: Tensor, share: Tensor | None) -> Ten
         BLOCK=_BLOCK,
         HAS_SHARE=share is not None,
         OVERLAP=False,  # it may come where streams meet
+    )
+    return out
+
+
+@triton.jit
+def add_slots_kernel(
+    x,  # [T, H]
+    results,  # [T * k, H] fp32
+    ids,  # [T, k] int64
+    live,  # [1] int32, or anything if not HAS_LIVE
+    out,  # [T, H]
+    experts,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TOP_K: tl.constexpr,
+    HAS_LIVE: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """X + the rounded sum of a token's slots, of a part of a row."""
+    begin(OVERLAP)
+    token = tl.program_id(0).to(tl.int64)
+    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = i < SIZE
+    real = True
+    if HAS_LIVE:
+        real = token < tl.load(live)
+    total = tl.zeros([BLOCK], tl.float32)
+    for slot in tl.static_range(TOP_K):
+        expert = tl.load(ids + token * TOP_K + slot)
+        value = tl.load(results + (token * TOP_K + slot) * SIZE + i, mask=inside, other=0.0)
+        total += tl.where((expert >= 0) & (expert < experts) & real, value, 0.0)
+    first = tl.load(x + token * SIZE + i, mask=inside, other=0.0).to(tl.float32)
+    total = first + total.to(out.dtype.element_ty).to(tl.float32)
+    tl.store(out + token * SIZE + i, total.to(out.dtype.element_ty), mask=inside)
+
+
+def add_slots(x: Tensor, slots: SlotResults) -> Tensor:
+    """See `step.add_slots`."""
+    x = x.contiguous()
+    out = x.new_empty(x.shape)
+    tokens, size = x.shape
+    add_slots_kernel[(tokens, triton.cdiv(size, _BLOCK))](
+        x,
+        slots.results,
+        slots.ids,
+        slots.ids if slots.live is None else slots.live,
+        out,
+        slots.experts,
+        SIZE=size,
+        BLOCK=_BLOCK,
+        TOP_K=slots.ids.shape[1],
+        HAS_LIVE=slots.live is not None,
+        **overlap(x.device),
     )
     return out

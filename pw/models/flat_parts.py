@@ -20,7 +20,7 @@ from pw.models.routers import Route, fused_route
 from pw.models.slicing import AllReduce
 from pw_kernels import products, routers, step
 from pw_kernels.products import Gated
-from pw_kernels.slots import Choice, chosen
+from pw_kernels.slots import Choice, SlotResults, chosen
 from pw_kernels.step import Norm
 
 
@@ -148,8 +148,10 @@ class Moe:
     def __call__(self, x: Tensor) -> Tensor:
         """[T, H] -> same."""
         if self._gated is None:
-            routed = self._routed(*self._choose(x))
-            return x + routed if self._reduce is None else self._reduce(routed, x)
+            if self._reduce is not None:
+                return self._reduce(self._routed(*self._choose(x)), x)
+            routed = self._routed(*self._choose(x), summed=not self._kernels)
+            return step.add_slots(x, routed) if isinstance(routed, SlotResults) else x + routed
         if self._beside is not None and self._beside.open and pays(len(x)):
             return self._both(x, self._gated, self._beside)
         shared = self._gated(x)

@@ -82,6 +82,16 @@ def test_many_rows_are_taken_in_one_round() -> None:
     }  # fmt: skip
 
 
+def test_rows_of_4096_columns_are_taken_in_one_round() -> None:
+    for tokens in (1, 8):
+        plan = choose_plan(tokens, (6144, 4096), norm=True)
+        assert (plan.warps, plan.height, plan.grid(6144, 0)) == (16, 3, 128)
+        plan = choose_plan(tokens, (4096, 4096), norm=False)
+        assert (plan.warps, plan.blocks, plan.grid(4096, 0)) == (16, 2, 256)
+    less = choose_plan(1, (6144, 4096), norm=True, room=163 << 10)
+    assert less.height == 1
+
+
 @pytest.mark.parametrize(("kilobytes", "most"), [(227, 14336), (163, 5120), (99, 3072)])
 def test_torch_takes_what_the_device_has_no_room_for(
     kilobytes: int, most: int, monkeypatch: pytest.MonkeyPatch
@@ -105,8 +115,10 @@ def test_compiles_ahead_of_time(capability: int) -> None:
         (11328, 2048, {"NORM": 1, "GATED": 1, "INNER": 5632, "KIND": 2}),
         (2048, 2048, {"ADD": 1, "FLOAT16": 1}),
         (2048, 14336, {"ADD": 2}),
+        (6144, 4096, {"NORM": 1}),
+        (4096, 4096, {"ADD": 1}),
     ]
-    for (rows, cols, more), tokens in zip(shapes, (8, 8, 8, 32, 9), strict=True):
+    for (rows, cols, more), tokens in zip(shapes, (8, 8, 8, 32, 9, 1, 1), strict=True):
         plan = choose_plan(
             8 if "NORM" in more else tokens, (rows, cols), "NORM" in more, more.get("INNER", 0)
         )

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pw_kernels import dispatch, products, testing
+from pw_kernels import dispatch, products, step, testing
 from pw_kernels.slots import SlotResults
 
 INTERPRETED = os.environ["TRITON_INTERPRET"] == "1"
@@ -66,6 +66,7 @@ def test_a_product_adds_them_up_on_a_gpu(tokens: int) -> None:
     assert (sums.float() - summed.float()).norm() <= 1e-2 * summed.float().norm()
     assert not sums[int(live) :].any()
     assert not summed[int(live) :].any()
+    assert torch.equal(step.add_slots(given[0], slots), given[0] + summed)
     weight = (torch.randn(256, 512) / 22).bfloat16().cuda()
     y, x = torch.randn(tokens, 512).bfloat16().cuda(), given[0]
     share = torch.randn(tokens, 1).bfloat16().cuda()

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from pw_kernels import step
+from pw_kernels.slots import SlotResults
 from pw_kernels.step import Routing
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -219,6 +220,21 @@ def test_on_a_gpu_in_the_shape_of_qwen(tokens: int, dtype: torch.dtype) -> None:
         torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.parametrize("live", [None, 2])
+@pytest.mark.parametrize(("size", "top_k"), [(48, 1), (1100, 3)])
+def test_slots_are_added(size: int, top_k: int, live: int | None) -> None:
+    x = random(4, size).half()
+    results = random(4 * top_k, size, seed=1)
+    ids = torch.randint(0, 5, (4, top_k), generator=torch.Generator().manual_seed(2))
+    ids[1, 0], ids[2, -1] = -1, 5  # no experts, and nobody computed them
+    results[top_k], results[3 * top_k - 1] = torch.nan, torch.nan
+    real = None if live is None else torch.tensor([live], dtype=torch.int32)
+    slots = SlotResults(results, ids, 5, real)
+    found = step.add_slots(x, slots, backend="triton")
+    assert torch.equal(found, x + slots.sum(torch.float16))
+    assert torch.equal(found, step.add_slots(x, slots))
+
+
 COMPILE = """
 import triton
 import triton.language as tl
@@ -230,7 +246,8 @@ types = dict(positions="*i64", frequencies="*fp32", scaling="fp32", eps="fp32", 
              slots="*i64", ids="*i64", weights="*fp32",
              choice_bias="*fp32", **{name: "*bf16" for name in (
              "x", "weight", "out", "qkv", "cos", "sin", "norm", "q_out", "k_pages", "v_pages",
-             "linear_bias", "expert_scale", "logits", "gate_up", "routed", "shared", "share")})
+             "linear_bias", "expert_scale", "logits", "gate_up", "routed", "shared", "share")},
+             results="*fp32", live="*i32")
 route = dict(EXPERTS=60, PADDED=64, TOP_K=4, PADDED_K=4, SIZE=2048, BLOCK=128, SCORE="softmax",
              GROUPS=1, CHOSEN_GROUPS=1, PAIRS=False, HAS_LINEAR_BIAS=False, HAS_CHOICE_BIAS=False,
              HAS_EXPERT_SCALE=False, NORMALIZE=False, DTYPE=tl.bfloat16)
@@ -246,6 +263,7 @@ for capability, name, sizes, warps in (
     (90, "rms_norm_kernel", dict(SIZE=2048, BLOCK=2048, HAS_WEIGHT=True), 8),
     (90, "gate_kernel", dict(INNER=5632, BLOCK=1024, ACTIVATION="gelu_tanh"), 4),
     (100, "join_kernel", dict(SIZE=2048, BLOCK=1024, HAS_SHARE=True), 4),
+    (90, "add_slots_kernel", dict(SIZE=4096, BLOCK=1024, TOP_K=2, HAS_LIVE=True), 4),
 ):
     kernel = getattr(triton_step, name, None) or getattr(triton_routers, name)
     sizes = sizes | dict(OVERLAP=capability >= 90)
