@@ -7,15 +7,20 @@
 #include "common.cuh"
 #include "lists.cuh"
 
+constexpr int FEW_SLOTS = 64;
+
 extern "C" __global__ void __launch_bounds__(THREADS) route(Routing a) {
   __shared__ Tally tally;
-  let_next_begin();
+  // With more slots something may run beside, whose places the experts would take while they wait.
+  bool few = a.slot_count <= FEW_SLOTS;
+  if (few) let_next_begin();
   // All that a thread will need of its expert and of its first slot, at once; any others are read when it is their turn.
   int e = threadIdx.x, count = a.slot_count, place[2];
   Block block;
   block.read(a, e);
   if (a.live) count = min(a.live[0] * TOP_K, a.slot_count);
   wait_for_earlier();
+  if (!few) let_next_begin();
   long long id = e < a.slot_count ? __ldcg(a.ids + e) : -1;
   float weight = a.statistics && e < a.slot_count ? __ldcg(a.weights + e) : 0.0f;
   if (e >= count) id = -1;
