@@ -276,7 +276,7 @@ def _launch_classes(
             "HALVED": int(halved), "QUEUED": 0,
             "SHARED_BASE": nvrtc.reserved_shared_bytes(index),
         }  # fmt: skip
-        shared = max(_shared_bytes(b, plan, tuning) for b in widths)
+        shared = max(_shared_bytes(b, plan, tuning, bool(halved)) for b in widths)
         units = -(-pairs // items) << constants["HALVED"]
         grid: tuple[int, ...] = (units, groups)
         if tuning.queue and not defines["DIRECT"]:
@@ -322,12 +322,15 @@ def _places(device: int) -> int:
     return 2 * nvrtc.device_attribute("MULTIPROCESSOR_COUNT", device)
 
 
-def _shared_bytes(bits: int, plan: Plan, tuning: Tuning) -> int:
-    """Dynamic shared memory of a block for one width: tables, tiles in flight, parts of sums."""
+def _shared_bytes(bits: int, plan: Plan, tuning: Tuning, halved: bool = False) -> int:
+    """Dynamic shared memory of a block for one width: tables, tiles in flight, parts of sums.
+
+    `halved`: it takes half of the rows (up to REGISTER_BITS; wider ones get what all rows need).
+    """
     warps, tokens = 2 * tuning.split, plan.token_tiles
     parts = warps * tokens * 1024
     if bits <= REGISTER_BITS:
-        return _SPREAD[bits] + warps * 2 * (bits * 512 + tokens * 2048)
+        return _SPREAD[bits] + warps * 2 * ((bits * 512 >> halved) + tokens * 2048)
     tiles = 1
     while (
         2 * tiles * (256 << bits) <= _TABLES

@@ -52,6 +52,8 @@ template <class V> DI V load_stream(const void* p) {
   else asm volatile("ld.global.nc.L1::no_allocate.v2.u32 {%0,%1},[%2];" : "=r"(v.x), "=r"(v.y) : "l"(p));
   return v;
 }
+// A page's number, asked for where this stands: before copies, which would else wait for each other's numbers.
+DI u32 load_page(const void* p) { u32 v; asm volatile("ld.global.nc.u32 %0,[%1];" : "=r"(v) : "l"(p)); return v; }
 // For what a launch that overlaps with this one wrote: not moved before the wait for it.
 DI uint4 load_written(const uint4* p) {
   uint4 v;
@@ -127,15 +129,16 @@ constexpr int TOKENS = 8 * NT, WARPS = 2 * WK, TILE_SHIFT = PAGE_SHIFT - 9;
 constexpr int HALF_TILES = GATED ? ROW_TILES / 2 : 1;         // from a row tile to its partner
 DI int row_tile(int item, int half) { return GATED ? item + half * HALF_TILES : min(2 * item + half, ROW_TILES - 1); }
 
-// The planes of one expert: words `lane` of tile t. Page ids are read again for each tile: registers are scarcer than loads.
+// The planes of one expert: words `lane` of tile t.
 struct Planes {
   u64 pages, start; u32 tile_bytes;
   DI Planes(const Arguments& a, int expert, int lane)
       : pages((u64)(a.plane_pages + expert * (PLANES * PP))), start((u64)a.arena + lane * 16), tile_bytes(a.tile_bytes) {}
-  DI u64 at(int p, u32 tile) const {
-    u64 inside = mad_wide(tile & ((1 << TILE_SHIFT) - 1), tile_bytes, start);
-    return mad_wide(__ldg((const u32*)mad_wide(tile >> TILE_SHIFT, 4, pages) + p * PP), tile_bytes << TILE_SHIFT, inside);
+  DI const u32* page_of(int p, u32 tile) const { return (const u32*)mad_wide(tile >> TILE_SHIFT, 4, pages) + p * PP; }
+  DI u64 in_page(u32 page, u32 tile) const {
+    return mad_wide(page, tile_bytes << TILE_SHIFT, mad_wide(tile & ((1 << TILE_SHIFT) - 1), tile_bytes, start));
   }
+  DI u64 at(int p, u32 tile) const { return in_page(__ldg(page_of(p, tile)), tile); }
 };
 constexpr int TABLE_BITS = EXPAND ? 3 : 5;                     // first width whose tables are all in shared memory
 extern __shared__ __align__(128) unsigned char dynamic[];
@@ -146,12 +149,11 @@ DI int slot_at(const Arguments& a, int group, int place) {
   return __ldg(a.slots + group * TOKENS + place);
 }
 // Sixteen bytes at byte `at` of the table in use.
-DI const uint4* table_at(const Arguments& a, int4 work, int at) {
-  int expert = work.y;
-  at += work.w;
-  u64 page = (u32)__ldg(a.lut_pages + expert * LP + (at >> PAGE_SHIFT));
-  return reinterpret_cast<const uint4*>(a.arena + (page << PAGE_SHIFT) + (at & ((1 << PAGE_SHIFT) - 1)));
+DI const int* table_page(const Arguments& a, int4 work, int at) { return a.lut_pages + work.y * LP + (work.w + at >> PAGE_SHIFT); }
+DI const uint4* table_in(const Arguments& a, int4 work, u64 page, int at) {
+  return reinterpret_cast<const uint4*>(a.arena + (page << PAGE_SHIFT) + (work.w + at & ((1 << PAGE_SHIFT) - 1)));
 }
+DI const uint4* table_at(const Arguments& a, int4 work, int at) { return table_in(a, work, (u32)__ldg(table_page(a, work, at)), at); }
 // Activations of the tokens whose columns a lane holds: 8 consecutive k of each of its NT tokens.
 struct Inputs {
   u64 x[NT]; u32 bytes[NT];                                     // 16, or 0 where a group has no token
@@ -307,9 +309,11 @@ DI void slot_low(const Table<B>* table, const u32 (*words)[MY_ROWS], const Merge
 }
 // A lane copies just what it reads itself, so a warp's two stages need no barrier: [2][B planes, 4 * NT inputs][32 lanes].
 template <int B> DI int run_low(const Arguments& a, int4 work, int item, unsigned char* shared) {
-  constexpr int TABLE = (32 << B) * ROW_BLOCKS, PLANE = 32 * sizeof(Words), STAGE = B * PLANE + NT * 2048;
+  constexpr int TABLE = (32 << B) * ROW_BLOCKS, PIECES = TABLE / 16, PLANE = 32 * sizeof(Words), STAGE = B * PLANE + NT * 2048;
+  constexpr bool ONE_PAGE = (1 << TILE_SHIFT) % COL_TILES == 0;  // holds a plane of a whole row tile
+  static_assert(2 * PIECES <= 32 * WARPS, "a thread copies one piece of the tables");
   int thread = this_thread(), lane = thread & 31, warp = thread >> 5, wk = warp % WK, half = warp / WK, group = work.x, expert = work.y;
-  int pair = HALVED ? item >> 1 : item, block = HALVED ? item & 1 : 0, tile = row_tile(pair, half) * COL_TILES;
+  int pair = HALVED ? item >> 1 : item, block = HALVED ? item & 1 : 0, tile = row_tile(pair, half) * COL_TILES, last = tile + COL_TILES - 1;
   unsigned char* stages = shared + SPREAD<B>;
   unsigned char* tables = stages + STAGE;                      // raw entries [2 halves], in a stage that is used later
   float* parts = reinterpret_cast<float*>(stages);             // sums, in stages that are used no more
@@ -317,25 +321,34 @@ template <int B> DI int run_low(const Arguments& a, int4 work, int item, unsigne
   u32 to = (u32)__cvta_generic_to_shared(stages), to_planes = to + lane * (PLANE / 32), to_inputs = to + B * PLANE + lane * 16, at = lane * 4 + half * table_line<B>(1, 0) * LINE;
   Planes planes(a, expert, lane);
   Inputs inputs(a, group, lane);
-  auto fetch_planes = [&](int kt, u32 stage) {
+  // All numbers of pages that the first copies need are asked for at once.
+  int piece_half = thread / PIECES, piece = thread % PIECES * 16, entry = (row_tile(pair, piece_half) * 32 + block * 16) * (2 << B) + piece;
+  u32 entry_page = 0, pages[B];
+  if (thread < 2 * PIECES) entry_page = load_page(table_page(a, work, entry));
+  UNROLL for (int p = 0; p < B; p++) pages[p] = load_page(planes.page_of(p, min(tile + wk, last)));
+  if (thread < 2 * PIECES)
+    copy_async((u32)__cvta_generic_to_shared(tables + piece_half * TABLE + piece), (u64)table_in(a, work, entry_page, entry));
+  u64 from[B], from_x[NT];                                      // where the warp's tiles of this turn of the loop lie, or the next that is fetched
+  UNROLL for (int p = 0; p < B; p++) from[p] = planes.in_page(pages[p], min(tile + wk, last)) + block * 8;
+  UNROLL for (int n = 0; n < NT; n++) from_x[n] = inputs.x[n] + wk * 256;
+  auto fetch_planes = [&](int ahead, int kt, u32 stage) {      // column tile kt, which is `ahead` tiles of the warp ahead
+    int next = min(tile + kt + WK, last);
+    bool same_page = (next & ((1 << TILE_SHIFT) - 1)) >= WK;
     UNROLL for (int p = 0; p < B; p++) {
-      if (HALVED) copy_async8(to_planes + stage + p * PLANE, planes.at(p, tile + kt) + block * 8);
-      else copy_async(to_planes + stage + p * PLANE, planes.at(p, tile + kt));
+      u64 words = ONE_PAGE ? from[p] + ahead * WK * 512 : from[p];
+      if (HALVED) copy_async8(to_planes + stage + p * PLANE, words);
+      else copy_async(to_planes + stage + p * PLANE, words);
+      if (!ONE_PAGE) from[p] = same_page ? words + WK * 512 : planes.at(p, next) + block * 8;
     }
   };
-  auto fetch_inputs = [&](int kt, u32 stage) {
-    UNROLL for (int n = 0; n < NT; n++) {
-      u64 x = mad_wide(kt, 256, inputs.x[n]);
-      UNROLL for (int s = 0; s < 4; s++) copy_async(to_inputs + stage + (s * NT + n) * 512, x + s * 64, inputs.size(n, kt, s, lane));
-    }
+  auto fetch_inputs = [&](int ahead, int kt, u32 stage) {
+    UNROLL for (int n = 0; n < NT; n++)
+      UNROLL for (int s = 0; s < 4; s++)
+        copy_async(to_inputs + stage + (s * NT + n) * 512, from_x[n] + ahead * WK * 256 + s * 64, inputs.size(n, kt, s, lane));
   };
-  for (int i = thread; i < 2 * TABLE / 16; i += 32 * WARPS) {
-    int h = i / (TABLE / 16), byte = i % (TABLE / 16) * 16, row = row_tile(pair, h) * 32 + block * 16;
-    copy_async((u32)__cvta_generic_to_shared(tables + h * TABLE + byte), (u64)table_at(a, work, row * (2 << B) + byte));
-  }
-  if (wk < COL_TILES) fetch_planes(wk, 0);
+  if (wk < COL_TILES) fetch_planes(0, wk, 0);
   inputs_ready(a, group);
-  if (wk < COL_TILES) fetch_inputs(wk, 0);
+  if (wk < COL_TILES) fetch_inputs(0, wk, 0);
   commit();
   wait<0>();
   __syncthreads();
@@ -365,16 +378,15 @@ template <int B> DI int run_low(const Arguments& a, int4 work, int item, unsigne
   __syncthreads();
   Sums acc;
   clear(acc);
-  u32 stage = 0;
-  ROLLED for (int kt = wk; kt < COL_TILES; kt += WK) {
+  auto turn = [&](int stage, int kt) {
     if (kt + WK < COL_TILES) {
-      fetch_planes(kt + WK, STAGE - stage);
-      fetch_inputs(kt + WK, STAGE - stage);
+      fetch_planes(stage + 1, kt + WK, (1 - stage) * STAGE);
+      fetch_inputs(stage + 1, kt + WK, (1 - stage) * STAGE);
     }
     commit();
     wait<1>();
-    const Words* loaded = reinterpret_cast<const Words*>(stages + stage) + lane;
-    const uint4* x = reinterpret_cast<const uint4*>(stages + stage + B * PLANE + lane * 16);
+    const Words* loaded = reinterpret_cast<const Words*>(stages + stage * STAGE) + lane;
+    const uint4* x = reinterpret_cast<const uint4*>(stages + stage * STAGE + B * PLANE + lane * 16);
     u32 words[B][MY_ROWS];
     UNROLL for (int p = 0; p < B; p++) {
       Words v = loaded[32 * p];
@@ -385,7 +397,12 @@ template <int B> DI int run_low(const Arguments& a, int4 work, int item, unsigne
     slot_low<B, 1>(table, words, merged, at, x, acc);
     slot_low<B, 2>(table, words, merged, at, x, acc);
     slot_low<B, 3>(table, words, merged, at, x, acc);
-    stage = STAGE - stage;
+  };
+  ROLLED for (int kt = wk; kt < COL_TILES; kt += 2 * WK) {     // two tiles, so that stages and distances are literals
+    turn(0, kt);
+    if (COL_TILES % (2 * WK) == 0 || kt + WK < COL_TILES) turn(1, kt + WK);
+    if (ONE_PAGE) UNROLL for (int p = 0; p < B; p++) from[p] += 2 * WK * 512;
+    UNROLL for (int n = 0; n < NT; n++) from_x[n] += 2 * WK * 256;
   }
   int following = take_next(a);
   put(parts + warp * (STAGE / 2), acc, lane);
@@ -506,8 +523,10 @@ template <int B> DI int run_high(const Arguments& a, int4 work, int item, unsign
         if (step + 2 * i < last) finish<SPLIT, PART>(a, parts + 2 * i * SPLIT * PART, (step >> 1) + i, block, group, expert, lane, warp);
     }
   };
+  u32 pages[B], first_tile = tile_of(first + mine) * COL_TILES + min(wk, COL_TILES - 1);
+  UNROLL for (int p = 0; p < B; p++) pages[p] = load_page(planes.page_of(p, first_tile));
   Fill<B, TILES>::load(a, work, strip, thread, block, [&](int q) { return tile_of(first + q); });
-  if (wk < COL_TILES) fetch(tile_of(first + mine) * COL_TILES + wk);
+  UNROLL for (int p = 0; p < B; p++) loaded[p] = load_stream<Words>((const void*)(planes.in_page(pages[p], first_tile) + block * 8));
   Inputs inputs(a, group, lane);
   inputs_ready(a, group);
   uint4 x[DEPTH][NT];

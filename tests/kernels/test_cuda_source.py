@@ -22,8 +22,8 @@ WIDTHS = [2, 3, 4, 5, 6, 7, 8]
 SLOTS = 8  # of a group
 _HIDDEN_PAIRS = 3  # pairs of row tiles of gate_up
 SOURCE = CudaSource("moe.cu", "cuda_on_cpu.h", [  # defined by cuda_on_cpu.h
-    "upper", "line", "mad_wide", "load_stream", "load_written", "load_acquire", "add_release",
-    "this_thread", "rest", "copy_async", "copy_async8", "entry", "pair_entry",
+    "upper", "line", "mad_wide", "load_stream", "load_page", "load_written", "load_acquire",
+    "add_release", "this_thread", "rest", "copy_async", "copy_async8", "entry", "pair_entry",
 ])  # fmt: skip
 ROUTING = CudaSource("routing.cu", "cuda_on_cpu.h", [])
 

@@ -78,12 +78,6 @@ u32 warp_most(u32 value) {
   for (int lane = 0; lane < 32; lane++) most = max(most, all[lane].words[0]);
   return most;
 }
-u32 warp_match(u32 value) {
-  const Operands* all = exchange({{value}});
-  u32 lanes = 0;
-  for (int lane = 0; lane < 32; lane++) lanes |= (u32)(all[lane].words[0] == value) << lane;
-  return lanes;
-}
 void warp_multiply(float* sums, const u32* a, u32 b0, u32 b1) {
   const Operands* all = exchange({{a[0], a[1], a[2], a[3], b0, b1}});
   int lane = current % 32;

@@ -37,7 +37,6 @@ void pass_on();                                                 // let other thr
 void warp_multiply(float* sums, const u32* a, u32 b0, u32 b1);  // m16n8k16
 u32 warp_take(u32 value, int lane);
 u32 warp_vote(bool vote);
-u32 warp_match(u32 value);                                      // lanes with the same value
 inline u32 __shfl_sync(u32, u32 value, int lane) { return warp_take(value, lane); }
 inline u32 __shfl_up_sync(u32, u32 value, int step) {
   int lane = threadIdx.x & 31;
@@ -48,8 +47,6 @@ inline u64 __shfl_up_sync(u32 lanes, u64 value, int step) {
   return (u64)high << 32 | low;
 }
 inline u32 __ballot_sync(u32, bool vote) { return warp_vote(vote); }
-inline u32 __match_any_sync(u32, u32 value) { return warp_match(value); }
-inline int __popc(u32 value) { return __builtin_popcount(value); }
 inline void __threadfence() {}
 inline int __ffs(u32 value) { return __builtin_ffs((int)value); }
 inline void __trap() { abort(); }
@@ -102,10 +99,7 @@ inline void wait_for_earlier() {}
 inline void let_next_begin() {}
 inline u32 load_acquire(const u32* p) { return *p; }
 inline void add_release(u32* p, u32 v) { *p += v; }
-inline void store_release(unsigned char* p, u32 v) { *p = v; }
-inline u32 clear_now(unsigned char* p) { return *p = 0; }
-inline u32 load_id(const void* p) { return at<u32>((u64)p); }
-inline void prefetch(const void*) {}
+inline u32 load_page(const void* p) { return at<u32>((u64)p); }
 inline int this_thread() { return (int)threadIdx.x; }
 inline void rest() { abort(); }                                 // blocks run in turn: nothing to wait for
 inline void copy_async(u32 to, u64 from, u32 bytes = 16) {
