@@ -247,9 +247,9 @@ class Runtime:
     max_num_seqs: Annotated[int, _scheduling("Sequences that run at a time.")] = (
         EngineConfig.max_num_seqs
     )
-    max_num_batched_tokens: Annotated[int, _scheduling("Tokens in one step.")] = (
-        EngineConfig.max_num_batched_tokens
-    )
+    max_num_batched_tokens: Annotated[
+        int | None, _scheduling("Tokens in one step (default: 2048 on a GPU, 512 on a CPU).")
+    ] = EngineConfig.max_num_batched_tokens
     enforce_eager: Annotated[
         bool,
         _scheduling("No CUDA graphs for decoding: slower, for debugging.", "--enforce-eager"),

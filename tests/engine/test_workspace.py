@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 from torch.profiler import ProfilerActivity, profile
 
+from pw.config import EngineConfig
 from pw.engine import Engine
 from pw.engine.request import Grammar, SamplingParams
+from pw.errors import ConfigError
 from support.engines import make_artifact, open_engine, random_prompt
 
 EVERYTHING = SamplingParams(
@@ -89,3 +91,11 @@ def test_layers_of_another_kind_stay_within_it_too(tmp_path: Path) -> None:
     _, artifact = make_artifact("gemma4_shared", tmp_path)
     engine = open_engine(artifact, "static:4", max_num_batched_tokens=128)
     assert worst(engine, 60) <= engine.status().bytes.workspace
+
+
+def test_steps_have_more_tokens_on_a_gpu_unless_their_number_is_given() -> None:
+    assert (EngineConfig().step_tokens("cuda"), EngineConfig().step_tokens("cpu")) == (2048, 512)
+    given = EngineConfig(max_num_batched_tokens=64)
+    assert given.step_tokens("cuda") == given.step_tokens("cpu") == 64
+    with pytest.raises(ConfigError, match="must be at least 1"):
+        EngineConfig(max_num_batched_tokens=0)

@@ -118,7 +118,7 @@ def _assemble(ground: Ground, team: Team | None) -> Parts:
         ground.pool,
         weights.precision,
         config.max_num_seqs,
-        config.max_num_batched_tokens,
+        config.step_tokens(ground.arena.pages.device.type),
         (lambda: UNQUANTIZED) if table is None else table.tag,
     )
     make_runner = ModelRunner if team is None else partial(LeadRunner, team=team)

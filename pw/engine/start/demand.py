@@ -68,12 +68,13 @@ def demand_of(
         itemsize=skeleton.dtype.itemsize,
         sampled=sampled_rows(skeleton.device),
     )
-    workspace = of_step(tokens=config.max_num_batched_tokens)
+    chunk = config.step_tokens(skeleton.device.type)
+    workspace = of_step(tokens=chunk)
     if decodes_in_graphs(config, skeleton.device):  # they keep what their steps take
         workspace += of_step(tokens=config.max_num_seqs) + mirror.STAGING_BYTES
     if config.policy.kind in ("adaptive", "replay"):
         each = statistics_bytes(config.planner.residual, source.geometry)
-        workspace += each * min(config.max_num_seqs, config.max_num_batched_tokens)
+        workspace += each * min(config.max_num_seqs, chunk)
     if skeleton.device.type == "cuda":
         # Between the host and the arena, by the mover and at a safe point, and the page table.
         workspace += CHUNK_BYTES + arena.STAGING_BYTES + mirror.STAGING_BYTES
@@ -92,7 +93,7 @@ def demand_of(
         stored_bits=(source.min_bits, source.max_bits),
         max_model_len=stated,
         max_num_seqs=config.max_num_seqs,
-        chunk_tokens=config.max_num_batched_tokens,
+        chunk_tokens=chunk,
         page_bytes=config.page_bytes,
         table_bytes=source.table_bytes,
     )
@@ -103,7 +104,7 @@ def _attention_scratch(
 ) -> int:
     """Bytes of scratch that attention over a context takes in the layer that takes most."""
     shapes = {(layer.kv_heads, layer.k_dim, layer.v_dim) for layer in skeleton.kv.layers}
-    steps = [config.max_num_batched_tokens]
+    steps = [config.step_tokens(skeleton.device.type)]
     if decodes_in_graphs(config, skeleton.device):
         steps.append(config.max_num_seqs)
     return sum(

@@ -109,7 +109,7 @@ def lay_ground(
         config.max_num_seqs,
         memory.max_model_len,
         loaded.source.geometry.blocks,
-        chunk_tokens=config.max_num_batched_tokens,
+        chunk_tokens=config.step_tokens(device.type),
         prefix_rule=config.prefix_cache_precision if config.enable_prefix_caching else None,
     )
     return Ground(config, loaded, demand, memory, arena, pool, kv)

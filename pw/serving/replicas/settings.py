@@ -48,7 +48,7 @@ class ReplicaArgs(BaseModel):
     prefix_cache_precision: str = EngineConfig.prefix_cache_precision
     max_model_len: Count | None = None
     max_num_seqs: Count = EngineConfig.max_num_seqs
-    max_num_batched_tokens: Count = EngineConfig.max_num_batched_tokens
+    max_num_batched_tokens: Count | None = EngineConfig.max_num_batched_tokens
     max_num_queued_reqs: Count = EngineConfig.max_num_queued_reqs  # of all, in the ingress
     tensor_parallel_size: Count = EngineConfig.tensor_parallel_size
     enable_expert_parallel: bool = EngineConfig.enable_expert_parallel
