@@ -36,7 +36,8 @@ _CAPABILITY = (9, 0)  # alone has the warpgroup matrix unit
 _ROOM = 227 << 10  # bytes of shared memory that a block can have there
 _THREADS = 128  # of a warpgroup
 _RESERVED = 1024  # bytes of shared memory that each block takes beside its own
-_SIZES = (32, 48, 96, 160)  # of groups
+_SIZES = (32, 48, 96, 160, 192)  # of groups
+_DECODING = 128  # what a group's decoding costs, in places of it
 _CHUNK = 64  # columns of the image that lie together
 
 
@@ -81,19 +82,27 @@ def wins(slots: int, experts: int, device: torch.device) -> bool:
 
 
 def choose_plan(slots: int, experts: int) -> Plan:
-    """The plan for S slots over E experts: groups that nearly always hold all slots of an expert.
+    """The plan for S slots over E experts: groups whose decoding and products cost least.
 
-    Counts vary by about the root of their mean, and two deviations of it are added. There are few
-    sizes, since each is compiled when it is first met.
+    A group costs its places and what it takes to decode the weights for it. There are few sizes,
+    since each is compiled when it is first met.
     """
     mean = slots / experts
-    most = math.ceil(mean + 2 * math.sqrt(mean))
-    size = next((size for size in _SIZES if most <= size), _SIZES[-1])
+    size = min(_SIZES, key=lambda size: _groups(mean, size) * (size + _DECODING))
     if size <= 48:
-        return Plan(size, (Tuning(4, 2, 3), Tuning(6, 2, 2), Tuning(8, 2, 1)))
+        return Plan(size, (Tuning(4, 2, 3), Tuning(8, 2, 2)))
     if size <= 96:
-        return Plan(size, (Tuning(5, 2, 2), Tuning(8, 2, 1)))
-    return Plan(size, (Tuning(4, 2, 2), Tuning(6, 3, 1), Tuning(8, 2, 1)))
+        return Plan(size, (Tuning(6, 2, 2), Tuning(8, 3, 1)))
+    if size <= 160:
+        return Plan(size, (Tuning(4, 2, 2), Tuning(8, 3, 1)))
+    return Plan(size, (Tuning(8, 3, 1),))
+
+
+def _groups(mean: float, size: int) -> float:
+    """Groups that an expert needs on average, if counts vary by about the root of their mean."""
+    deviation = math.sqrt(2 * mean)
+    most = math.ceil((mean + 3 * deviation) / size)
+    return 1 + sum(math.erfc((i * size - mean) / deviation) / 2 for i in range(1, most + 1))
 
 
 def fused_moe(
@@ -220,6 +229,6 @@ def _arrange(
     jobs = groups * places * 8 * -(-pages.cols // _CHUNK)
     pointers = (ctypes.c_void_p(tensor.data_ptr()) for tensor in (x, routed.slots, image))
     kernel("prompts.cu", "arrange", defines, x.device).launch(
-        (-(-jobs // 256),), 256, 0, *pointers, ctypes.c_int(routed.ids.numel()),
+        (-(-jobs // 1024),), 256, 0, *pointers, ctypes.c_int(routed.ids.numel()),
         ctypes.c_int(groups), overlap=overlap,
     )  # fmt: skip

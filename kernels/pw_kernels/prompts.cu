@@ -19,14 +19,16 @@
 
 // ---- arithmetic -----------------------------------------------------------------------------------
 
+DI float exp2_near(float v) { float d; asm("ex2.approx.ftz.f32 %0,%1;" : "=f"(d) : "f"(v)); return d; }
+DI float reciprocal(float v) { float d; asm("rcp.approx.ftz.f32 %0,%1;" : "=f"(d) : "f"(v)); return d; }
 DI float activate(float gate, float up) {
 #if KIND == 1
   return gate * 0.5f * (1.0f + erff(gate * 0.7071067811865476f)) * up;
 #elif KIND == 2
   float inner = 1.5957691216057308f * (gate + 0.044715f * gate * gate * gate);
-  return __fdividef(gate, 1.0f + __expf(-inner)) * up;
+  return gate * reciprocal(1.0f + exp2_near(inner * -1.4426950408889634f)) * up;
 #else
-  return __fdividef(gate, 1.0f + __expf(-gate)) * up;
+  return gate * reciprocal(1.0f + exp2_near(gate * -1.4426950408889634f)) * up;
 #endif
 }
 
@@ -37,14 +39,10 @@ DI void barrier_expect(u32 at, u32 bytes) { asm volatile("mbarrier.arrive.expect
 DI void copy_bulk(u32 to, u64 from, u32 bytes, u32 barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0],[%1],%2,[%3];" ::"r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
 }
-// A lane copies just the words that it reads itself, so no barrier is needed for them.
-DI void copy_words(u32 to, u64 from) { asm volatile("cp.async.ca.shared.global [%0],[%1],8;" ::"r"(to), "l"(from) : "memory"); }
-DI void words_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int PENDING> DI void words_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory"); }
-DI void warpgroup_meet(int number) {
-#define MEET(I) if (number == I - 1) asm volatile("bar.sync " #I ",128;" ::: "memory");
-  MEET(1) MEET(2) MEET(3) MEET(4)
-}
+DI void copy_line(u32 to, u64 from) { asm volatile("cp.async.cg.shared.global [%0],[%1],16;" ::"r"(to), "l"(from) : "memory"); }
+DI void lines_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int PENDING> DI void lines_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory"); }
+DI void meet(int number, int threads) { asm volatile("bar.sync %0,%1;" ::"r"(number), "r"(threads) : "memory"); }
 DI void unit_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 DI void unit_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int PENDING> DI void unit_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory"); }
@@ -82,14 +80,19 @@ constexpr int STAGE = SLOTS * 128, WARPS = 4 * GROUPS_OF_WARPS, THREADS = 32 * W
 constexpr int INNER = GATED ? ROWS / 2 : ROWS, INNER_TILES = INNER / 32, OUT_CHUNKS = (INNER + 63) / 64;
 constexpr int CHUNKS = (COLS + 63) / 64, TILE_SHIFT = PAGE_SHIFT - 9, MOST_STAGES = 8;
 constexpr int SMALL = ROOM - 256 - 8 * SLOTS;                   // barriers, slots and weights lie behind the rest
-template <int B> constexpr int TABLE_BYTES = B < 4 ? 0 : TILES * (B == 8 ? 128 : 256) << B;
-template <int B> constexpr int PLANE_STAGES = B <= 4 ? 4 : B <= 6 ? 3 : 2;
-template <int B> constexpr int PLANES_AT = TABLE_BYTES<B>;
-template <int B> constexpr int STAGES_AT = (PLANES_AT<B> + PLANE_STAGES<B> * WARPS * B * 256 + 1023) / 1024 * 1024;
-template <int B> constexpr int stages() {
-  int fit = (SMALL - STAGES_AT<B>) / STAGE;
+// A block has room for its tables, for planes of some tiles and for at least two chunks of activations. The more copies of a
+// table there are, the fewer lanes share a bank.
+template <int B> constexpr int PLANE_STAGES = B <= 4 ? 4 : B == 5 ? 3 : 2;
+template <int B> constexpr int table_bytes(int copies) { return B < 4 ? 0 : (WARPS * 32 * copies) << B; }
+template <int B> constexpr int stages_at(int copies) { return (table_bytes<B>(copies) + PLANE_STAGES<B> * WARPS * B * 256 + 1023) / 1024 * 1024; }
+template <int B> constexpr int stages_beside(int copies) {
+  int fit = (SMALL - stages_at<B>(copies)) / STAGE;
   return fit < MOST_STAGES ? fit : MOST_STAGES;
 }
+template <int B> constexpr int COPIES = stages_beside<B>(4) >= 2 ? 4 : stages_beside<B>(2) >= 2 ? 2 : 1;
+template <int B> constexpr int PLANES_AT = table_bytes<B>(COPIES<B>);
+template <int B> constexpr int STAGES_AT = stages_at<B>(COPIES<B>);
+template <int B> constexpr int STAGES = stages_beside<B>(COPIES<B>);
 enum { X_FULL = 0, X_EMPTY = MOST_STAGES };
 DI constexpr u32 barrier(int number) { return SHARED_BASE + SMALL + 8 * number; }
 // Of a warpgroup's two row tiles the second is the up rows that go with the gate rows of the first.
@@ -116,116 +119,186 @@ template <int B> struct Chunks {
     barrier_expect(barrier(X_FULL) + 8 * stage, STAGE);
     copy_bulk(SHARED_BASE + STAGES_AT<B> + stage * STAGE, from + (u64)next * STAGE, STAGE, barrier(X_FULL) + 8 * stage);
     next++;
-    if (++stage == stages<B>()) { stage = 0; parity ^= 1; }
+    if (++stage == STAGES<B>) { stage = 0; parity ^= 1; }
   }
 };
-// Planes of the sixteen rows of a warp: two words of a lane from each.
+// Planes of a row tile, for the two warps that have sixteen of its rows each: a lane copies sixteen bytes of every second plane
+// and reads eight of every one.
 template <int B> struct Planes {
-  const int* pages; u64 start; u32 base[B], to; int first, page, stage;
-  DI Planes(const Arguments& a, int4 work, int tile, int warp, int lane)
-      : pages(a.plane_pages + work.y * (PLANES * PP)), start((u64)a.arena + lane * 16 + (warp & 1) * 8),
-        to(SHARED_BASE + PLANES_AT<B> + warp * PLANE_STAGES<B> * B * 256 + lane * 8), first(tile * COL_TILES), page(-1), stage(0) {}
+  static constexpr int MINE = (B + 1) / 2;                      // planes 2 j + half
+  const int* pages; u64 start; u32 base[MINE], to, from; int first, page, half, pair, stage, read_stage;
+  DI Planes(const Arguments& a, int4 work, int warp, int lane) : half(warp & 1), pair(warp >> 1), stage(0), read_stage(0) {
+    pages = a.plane_pages + (work.y * PLANES + half) * PP;
+    start = (u64)a.arena + lane * 16;
+    from = PLANES_AT<B> + pair * (PLANE_STAGES<B> * B * 512) + lane * 16;
+    to = SHARED_BASE + from + half * 512;
+    from += half * 8;
+    first = row_tile(pair) * COL_TILES;
+    turn(first >> TILE_SHIFT);
+  }
+  DI void turn(int to_page) {
+    page = to_page;
+    UNROLL for (int j = 0; j < MINE; j++)
+      if (2 * j + 1 < B || half == 0) base[j] = ((u32)__ldg(pages + 2 * j * PP + page) - page) << TILE_SHIFT;
+  }
   DI void fetch(int kt) {
     if (kt < COL_TILES) {
       int tile = first + kt;
-      if (tile >> TILE_SHIFT != page) {
-        page = tile >> TILE_SHIFT;
-        UNROLL for (int p = 0; p < B; p++) base[p] = ((u32)__ldg(pages + p * PP + page) - page) << TILE_SHIFT;
-      }
-      UNROLL for (int p = 0; p < B; p++) copy_words(to + (stage * B + p) * 256, start + (u64)(base[p] + tile) * 512);
+      if (tile >> TILE_SHIFT != page) turn(tile >> TILE_SHIFT);
+      UNROLL for (int j = 0; j < MINE; j++)
+        if (2 * j + 1 < B || half == 0) copy_line(to + (stage * B + 2 * j) * 512, start + (u64)(base[j] + tile) * 512);
       stage = stage + 1 == PLANE_STAGES<B> ? 0 : stage + 1;
     }
-    words_commit();
+    lines_commit();
+  }
+  // When both warps are here, both have copied what is read now and have left the stage that is filled next.
+  template <class Words> DI void read(const unsigned char* shared, Words& words) {
+    lines_wait<PLANE_STAGES<B> - 2>();
+    meet(1 + GROUPS_OF_WARPS + pair, 64);
+    const unsigned char* at = shared + from + read_stage * (B * 512);
+    UNROLL for (int p = 0; p < B; p++) {
+      uint2 v = *reinterpret_cast<const uint2*>(at + p * 512);
+      words[p][0] = v.x; words[p][1] = v.y;
+    }
+    read_stage = read_stage + 1 == PLANE_STAGES<B> ? 0 : read_stage + 1;
   }
 };
 
-// ---- decoders: sixteen rows of a warp, two of a lane, [first, second k16][operand register] -------------------------
+// ---- decoders: sixteen rows of a warp, two of a lane ---------------------------------------------------------------
+// `ask` reads tables, `place` puts them where they are looked up, `pair_up` begins a tile and `prepare` a slot S of 32 columns;
+// `look_up` is for half K of them, and `combine` makes the matrix unit's operand of what it found.
 
 constexpr u32 M1 = 0x11111111u, M2 = 0x55555555u, M3 = 0x33333333u;
 
 template <int B> struct Registers {                            // tables of two rows: low bytes and high bytes of the entries
   static constexpr int WORDS = B == 2 ? 1 : (1 << B) / 4;
-  u32 lo[2][WORDS], hi[2][WORDS], even[2], odd[2], words[B][2];
-  DI void read_tables(const Arguments& a, int4 work, int t, int half, int lane) {
+  u32 entries[2][2 * WORDS], lo[2][WORDS], hi[2][WORDS], words[B][2], even[2], odd[2], codes[2], found[2][2];
+  DI void ask(const Arguments& a, int4 work, int warp, int lane) {
     UNROLL for (int i = 0; i < 2; i++) {
-      int row = row_tile(t) * 32 + half * 16 + i * 8 + (lane >> 2);
-      const u32* entries = reinterpret_cast<const u32*>(table_at(a, work, row * (2 << B)));
-      UNROLL for (int w = 0; w < WORDS; w++) {
-        u32 first = entries[2 * w], second = entries[2 * w + 1];
-        lo[i][w] = prmt(first, second, 0x6420); hi[i][w] = prmt(first, second, 0x7531);
-      }
+      int row = row_tile(warp >> 1) * 32 + (warp & 1) * 16 + i * 8 + (lane >> 2);
+      const u32* from = reinterpret_cast<const u32*>(table_at(a, work, row * (2 << B)));
+      UNROLL for (int w = 0; w < 2 * WORDS; w++) entries[i][w] = __ldg(from + w);
     }
+  }
+  DI void place(unsigned char*, int, int) {
+    UNROLL for (int i = 0; i < 2; i++)
+      UNROLL for (int w = 0; w < WORDS; w++) {
+        lo[i][w] = prmt(entries[i][2 * w], entries[i][2 * w + 1], 0x6420); hi[i][w] = prmt(entries[i][2 * w], entries[i][2 * w + 1], 0x7531);
+      }
   }
   DI void pair_up() {
     UNROLL for (int i = 0; i < 2; i++) { even[i] = choose(words[0][i], words[1][i], M2); odd[i] = choose(words[0][i], words[1][i], ~M2); }
   }
-  // Four weights from four nibbles of selectors.
-  DI void look(int i, u32 t, u32& h01, u32& h23) const {
-    constexpr int SECOND = B == 2 ? 0 : 1;
-    u32 low = prmt(lo[i][0], B == 2 ? 0 : lo[i][SECOND], t), high = prmt(hi[i][0], B == 2 ? 0 : hi[i][SECOND], t);
-    h01 = prmt(low, high, 0x5140); h23 = prmt(low, high, 0x7362);
-  }
-  template <int S> DI void decode(u32 (*a)[4]) const {
+  template <int S> DI void prepare() {
     UNROLL for (int i = 0; i < 2; i++) {
-      u32 t = (S & 1 ? odd[i] : even[i]) & rotl(M3, S);
-      if constexpr (B == 3) t |= words[B - 1][i] & rotl(M1, S + 2);
-      look(i, S == 0 ? t : t >> S, a[0][i], a[0][2 + i]);
-      look(i, rotr<16 + S>(t), a[1][i], a[1][2 + i]);
+      codes[i] = (S & 1 ? odd[i] : even[i]) & rotl(M3, S);
+      if constexpr (B == 3) codes[i] |= words[B - 1][i] & rotl(M1, S + 2);
     }
+  }
+  template <int S, int K> DI void look_up() {                   // four weights from four nibbles of selectors
+    UNROLL for (int i = 0; i < 2; i++) {
+      constexpr int SECOND = B == 2 ? 0 : 1;
+      u32 t = K ? rotr<16 + S>(codes[i]) : S == 0 ? codes[i] : codes[i] >> S;
+      found[i][0] = prmt(lo[i][0], B == 2 ? 0 : lo[i][SECOND], t); found[i][1] = prmt(hi[i][0], B == 2 ? 0 : hi[i][SECOND], t);
+    }
+  }
+  DI void combine(u32* a) const {
+    UNROLL for (int i = 0; i < 2; i++) a[i] = prmt(found[i][0], found[i][1], 0x5140), a[2 + i] = prmt(found[i][0], found[i][1], 0x7362);
   }
 };
 
-// Tables in shared memory: word (r, copy) of line (entry, half of the tile) holds that entry for rows r + 16 half, in its low
-// half, and r + 8 + 16 half. With four copies a lane has a bank of its own; at 8 bits there is room for two, and two row
-// tiles share the lines. The address of a lookup is one byte permute: code in byte 1, the rest in `where`.
+// Tables in shared memory. With copies each warp has its own: word (r, copy) of an entry's line holds it for row r, in its low
+// half, and r + 8; with four a lane has a bank of its own, with two no more than two lanes meet in one. Where there is room for
+// one alone (MIXED) the two warps of a row tile share lines of sixteen words: word r holds rows r, in its low half, and r + 16, and
+// half of the lanes look up their second row first, so that again no more than two meet. The address of a lookup is one dot
+// product: a byte of codes times the length of a line, plus where the lane's words begin.
 template <int OFFSET> DI u32 entry(u32 at) { u32 d; asm volatile("ld.shared.u16 %0,[%1+%2];" : "=r"(d) : "r"(at), "n"(SHARED_BASE + OFFSET)); return d; }
+template <int Q, int LINE> DI u32 line(u32 codes, u32 at) {
+  u32 d;
+  asm("dp4a.u32.u32 %0,%1,%2,%3;" : "=r"(d) : "r"(codes), "r"((u32)LINE << 8 * Q), "r"(at));
+  return d;
+}
 
 template <int B> struct Shared {
-  u32 pairs[4][2][2], words[B][2], which, where;               // [planes 2q, 2q + 1][row][odd slots]
-  DI void place(int t, int half, int lane) {
-    which = B < 8 ? (u32)(t & (256 >> B) - 1) * (0x11111111u << (B & 3)) : 0;
-    where = half * 128 + (B == 8 ? (t & 1) * 64 + (lane >> 2) * 8 + (lane & 1) * 4 + (t >> 1 << 16) : lane * 4 + (t >> 8 - B << 16));
-  }
+  static constexpr int C = COPIES<B>, LINE = C == 1 ? 64 : 32 * C;
+  static constexpr bool MIXED = C == 1;
+  static constexpr int PIECES = (1 << B) / 8, JOBS = WARPS * PIECES, AT_ONCE = THREADS / 8, ROUNDS = (JOBS + AT_ONCE - 1) / AT_ONCE;
+  uint4 raw[ROUNDS][2];
+  u32 pairs[4][2][2], words[B][2], where[2], even[2], odd[2], found[4][2];  // [planes 2q, 2q + 1][row][odd slots]
+  bool second_first;
   DI void pair_up() {
+    if constexpr (MIXED)
+      UNROLL for (int p = 0; p < B; p++) swap(words[p][0], words[p][1]);
     UNROLL for (int i = 0; i < 2; i++)
       UNROLL for (int odd = 0; odd < 2; odd++)
         UNROLL for (int q = 0; q < 4; q++)
           pairs[q][i][odd] = 2 * q + 1 < B ? choose(words[2 * q][i], words[2 * q + 1 < B ? 2 * q + 1 : 0][i], odd ? ~M2 : M2) : 0;
   }
-  template <int S, int I> DI void row(u32 mine, u32 (*a)[4]) const {
-    u32 low = choose(pairs[0][I][S & 1], pairs[1][I][S & 1], rotl(M3, S)), top;   // planes 0-3 as nibbles, rotated by S
-    if constexpr (B == 4) top = mine;
-    else if constexpr (B == 5) top = and_or(words[B > 4 ? 4 : 0][I], rotl(M1, S + 4), mine);
-    else if constexpr (B == 6) top = and_or(pairs[2][I][S & 1], rotl(M3, S + 4), mine);
-    else if constexpr (B == 7) top = and_or(pairs[2][I][S & 1], rotl(M3, S + 4), and_or(words[B == 7 ? 6 : 0][I], rotl(M1, S + 6), mine));
-    else top = choose(pairs[2][I][S & 1], pairs[3][I][S & 1], rotl(M3, S + 4));
-    u32 even = rotr<S>(choose(low, top, rotl(0x0F0F0F0Fu, S))), odd = rotr<S + 4>(choose(low, top, rotl(0xF0F0F0F0u, S)));
-    UNROLL for (int q = 0; q < 4; q++)
-      a[q >> 1][2 * (q & 1) + I] = mad(entry<2 * I>(prmt(odd, where, 0x7604 + q * 16)), 65536u,
-                                       entry<2 * I>(prmt(even, where, 0x7604 + q * 16)));
+  DI void swap(u32& first, u32& second) const {
+    u32 other = second_first ? first : second;
+    first = second_first ? second : first;
+    second = other;
   }
-  template <int S> DI void decode(u32 (*a)[4]) const {
-    u32 mine = rotl_by<S>(which);
-    row<S, 0>(mine, a);
-    row<S, 1>(mine, a);
+  // Bytes of codes of 32 columns: those of even and of odd place.
+  template <int S> DI void prepare() {
+    UNROLL for (int i = 0; i < 2; i++) {
+      u32 low = choose(pairs[0][i][S & 1], pairs[1][i][S & 1], rotl(M3, S));     // planes 0-3 as nibbles, rotated by S
+      if constexpr (B == 4) {
+        even[i] = rotr<S>(low & rotl(0x0F0F0F0Fu, S)), odd[i] = rotr<S + 4>(low & rotl(0xF0F0F0F0u, S));
+      } else {
+        u32 top;
+        if constexpr (B == 5) top = words[B > 4 ? 4 : 0][i] & rotl(M1, S + 4);
+        else if constexpr (B == 6) top = pairs[2][i][S & 1] & rotl(M3, S + 4);
+        else if constexpr (B == 7) top = and_or(words[B == 7 ? 6 : 0][i], rotl(M1, S + 6), pairs[2][i][S & 1] & rotl(M3, S + 4));
+        else top = choose(pairs[2][i][S & 1], pairs[3][i][S & 1], rotl(M3, S + 4));
+        even[i] = rotr<S>(choose(low, top, rotl(0x0F0F0F0Fu, S))), odd[i] = rotr<S + 4>(choose(low, top, rotl(0xF0F0F0F0u, S)));
+      }
+    }
   }
-  // Eight threads spread 8 entries of 8 rows and of the 8 rows below.
-  DI static void fill(const Arguments& a, int4 work, unsigned char* tables) {
-    constexpr int PIECES = (1 << B) / 8, JOBS = TILES * 2 * PIECES, AT_ONCE = THREADS / 8, ROUNDS = (JOBS + AT_ONCE - 1) / AT_ONCE;
-    int r = threadIdx.x & 7;
-    _Pragma("unroll 4") for (int i = 0; i < ROUNDS; i++) {
-      int job = i * AT_ONCE + (threadIdx.x >> 3), piece, half, t;
-      if (JOBS % AT_ONCE && job >= JOBS) break;
-      if (B == 8) { t = job & 1; piece = (job >> 1) % PIECES; half = (job >> 1) / PIECES & 1; t += (job >> 1) / PIECES & ~1; }
-      else { piece = job % PIECES; half = job / PIECES & 1; t = job / PIECES >> 1; }
-      int row = row_tile(t) * 32 + half * 16 + r;
-      uint4 upper = *table_at(a, work, row * (2 << B) + piece * 16), lower = *table_at(a, work, (row + 8) * (2 << B) + piece * 16);
-      unsigned char* to = tables + piece * 8 * 256 + half * 128;
-      to += B == 8 ? (t >> 1) * 65536 + (t & 1) * 64 + r * 8 : t * (256 << B) + r * 16;
+  template <int I, int Q> DI void look(u32* f) {
+    f[0] = entry<MIXED ? 0 : 2 * I>(line<Q, LINE>(even[I], where[I]));
+    f[1] = entry<MIXED ? 0 : 2 * I>(line<Q, LINE>(odd[I], where[I]));
+  }
+  template <int S, int K> DI void look_up() { look<0, 2 * K>(found[0]); look<1, 2 * K>(found[1]); look<0, 2 * K + 1>(found[2]); look<1, 2 * K + 1>(found[3]); }
+  DI void combine(u32* a) const {
+    UNROLL for (int i = 0; i < 4; i++) a[i] = mad(found[i][1], 65536u, found[i][0]);
+    if constexpr (MIXED) { swap(a[0], a[1]); swap(a[2], a[3]); }
+  }
+  // Eight threads spread a piece of 8 entries for 8 rows and for those that share their words.
+  struct Job {
+    int row, piece, at;
+    DI Job(int number) {
+      int eight, r = threadIdx.x & 7;                           // eights of rows, two for each warp
+      piece = (MIXED ? number / 2 : number) % PIECES;
+      eight = MIXED ? number / (2 * PIECES) * 2 + number % 2 : number / PIECES;
+      row = row_tile(eight / 2) * 32 + eight % 2 * (MIXED ? 8 : 16) + r;
+      at = (MIXED ? eight / 2 * (LINE << B) + eight % 2 * 32 : eight * (LINE << B)) + piece * 8 * LINE + r * 4 * C;
+    }
+  };
+  DI void ask(const Arguments& a, int4 work, int, int) {
+    UNROLL for (int i = 0; i < ROUNDS; i++) {
+      Job job(min(i * AT_ONCE + ((int)threadIdx.x >> 3), JOBS - 1));
+      UNROLL for (int below = 0; below < 2; below++)
+        raw[i][below] = __ldg(table_at(a, work, (job.row + below * (MIXED ? 16 : 8)) * (2 << B) + job.piece * 16));
+    }
+  }
+  DI void place(unsigned char* tables, int warp, int lane) {
+    int r = lane >> 2;
+    second_first = MIXED && lane & 2;
+    UNROLL for (int i = 0; i < 2; i++)
+      where[i] = MIXED ? warp / 2 * (LINE << B) + warp % 2 * 2 + (r + (second_first != i) * 8) * 4 : warp * (LINE << B) + r * 4 * C + (lane & C - 1) * 4;
+    int flip = threadIdx.x >> (MIXED ? 4 : 3) & (C < 4);        // eights of lanes take entries in different orders, so that banks differ
+    UNROLL for (int i = 0; i < ROUNDS; i++) {
+      int number = i * AT_ONCE + (threadIdx.x >> 3);
+      if (JOBS % AT_ONCE && number >= JOBS) break;
+      Job job(number);
+      u32 upper[4] = {raw[i][0].x, raw[i][0].y, raw[i][0].z, raw[i][0].w}, lower[4] = {raw[i][1].x, raw[i][1].y, raw[i][1].z, raw[i][1].w};
       UNROLL for (int k = 0; k < 8; k++) {
-        u32 v = prmt(reinterpret_cast<const u32*>(&upper)[k / 2], reinterpret_cast<const u32*>(&lower)[k / 2], k & 1 ? 0x7632 : 0x5410);
-        if (B == 8) *reinterpret_cast<uint2*>(to + k * 256) = make_uint2(v, v);
-        else *reinterpret_cast<uint4*>(to + k * 256) = make_uint4(v, v, v, v);
+        u32 v = prmt(upper[k / 2], lower[k / 2], (k ^ flip) & 1 ? 0x7632 : 0x5410);
+        unsigned char* at = tables + job.at + (k ^ flip) * LINE;
+        if (C == 4) *reinterpret_cast<uint4*>(at) = make_uint4(v, v, v, v);
+        else if (C == 2) *reinterpret_cast<uint2*>(at) = make_uint2(v, v);
+        else *reinterpret_cast<u32*>(at) = v;
       }
     }
   }
@@ -243,15 +316,16 @@ DI void store_hidden(const Arguments& a, int4 work, Sums& sums, unsigned char* s
   float* exchange = reinterpret_cast<float*>(shared + group * SLOTS * (128 + LINE));   // [MINE][128]
   unsigned char* tile = shared + group * SLOTS * (128 + LINE) + SLOTS * 128;           // [SLOTS][LINE]
   UNROLL for (int i = 0; i < MINE; i++) exchange[i * 128 + thread] = up_rows ? sums[i] : sums[i + MINE];
-  warpgroup_meet(group);
+  meet(1 + group, 128);
+  bool inside = place < INNER_TILES;
   UNROLL for (int i = 0; i < MINE; i++) {
     float kept = up_rows ? sums[i + MINE] : sums[i], given = exchange[i * 128 + (thread ^ 64)];
     float gate = up_rows ? given : kept, up = up_rows ? kept : given;
     int m = (thread >> 5 & 1) * 16 + (i >> 1 & 1) * 8 + r, n = (i >> 2) * 8 + up_rows * (SLOTS / 2) + 2 * c + (i & 1);
-    if (BIAS && place < INNER_TILES) { gate += a.bias[work.y * ROWS + place * 32 + m]; up += a.bias[work.y * ROWS + INNER + place * 32 + m]; }
-    *reinterpret_cast<u16*>(tile + n * LINE + (m >> 1 & 3) * 16 + (m >> 3) * 4 + (m & 1) * 2) = place < INNER_TILES ? to_half(activate(gate, up)) : 0;
+    if (BIAS && inside) { gate += a.bias[work.y * ROWS + place * 32 + m]; up += a.bias[work.y * ROWS + INNER + place * 32 + m]; }
+    *reinterpret_cast<u16*>(tile + n * LINE + (m >> 1 & 3) * 16 + (m >> 3) * 4 + (m & 1) * 2) = to_half(inside ? activate(gate, up) : 0.0f);
   }
-  warpgroup_meet(group);
+  meet(1 + group, 128);
   if (place >= 2 * OUT_CHUNKS) return;
   uint4* out = reinterpret_cast<uint4*>(a.out) + ((u64)work.x * OUT_CHUNKS + place / 2) * (STAGE / 16);
   for (int i = thread; i < SLOTS * 4; i += 128) {
@@ -279,87 +353,79 @@ template <int B, bool IN_REGISTERS> struct Decoder { typedef Registers<B> Type; 
 template <int B> struct Decoder<B, false> { typedef Shared<B> Type; };
 
 template <int B> DI void run(const Arguments& a, int4 work, unsigned char* shared) {
-  constexpr int LAG = stages<B>() > 3 ? 2 : 1;                  // chunks until a stage is filled again
-  static_assert(stages<B>() >= 2 && GROUPS_OF_WARPS * SLOTS * 208 <= SMALL, "shared memory");
-  int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, t = warp >> 1, half = warp & 1, stage = 0;
-  u32 parity = 0, before = 0;
-  Planes<B> planes(a, work, row_tile(t), warp, lane);
+  constexpr int LAG = STAGES<B> > 3 ? 2 : 1;                    // chunks until a stage is filled again
+  static_assert(STAGES<B> >= 2 && GROUPS_OF_WARPS * SLOTS * 208 <= SMALL && SLOTS <= THREADS, "shared memory");
+  int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, stage = 0, slot = a.slot_count;
+  u32 parity = 0, before = 0, weights[2][4];
+  // What does not depend on each other is asked for at once.
+  if (threadIdx.x < SLOTS) slot = a.slots[work.x * SLOTS + threadIdx.x];
+  Planes<B> planes(a, work, warp, lane);
+  typename Decoder<B, (B < 4)>::Type decoder;
+  decoder.ask(a, work, warp, lane);
   UNROLL for (int i = 0; i < PLANE_STAGES<B> - 1; i++) planes.fetch(i);
   Chunks<B> chunks(a, work);
   if (threadIdx.x == 0) {
     if (FIRST) { wait_for_earlier(); let_next_begin(); }
-    for (int i = 0; i < stages<B>(); i++) chunks.fetch();
+    for (int i = 0; i < STAGES<B>; i++) chunks.fetch();
   }
   __syncwarp();
-  typename Decoder<B, (B < 4)>::Type decoder;
-  int* slots = reinterpret_cast<int*>(shared + SMALL + 256);
-  for (int i = threadIdx.x; i < SLOTS; i += THREADS) {          // read after the last barrier alone
-    int slot = a.slots[work.x * SLOTS + i];
-    slots[i] = slot;
-    if (!GATED) reinterpret_cast<float*>(slots + SLOTS)[i] = slot < a.slot_count ? a.weights[slot] : 0.0f;
-  }
-  if constexpr (B < 4) {
-    decoder.read_tables(a, work, t, half, lane);
-  } else {
-    Shared<B>::fill(a, work, shared);
-    decoder.place(t, half, lane);
-  }
+  float weight = !GATED && slot < a.slot_count ? a.weights[slot] : 0.0f;
+  decoder.place(shared, warp, lane);
   __syncthreads();                                              // tables and barriers are there
   Sums sums;
   UNROLL for (int i = 0; i < SLOTS / 2; i++) sums[i] = 0.0f;
-  u32 weights[2][2][4];
-  int read_stage = 0;
-  auto read_words = [&](int kt) {
-    words_wait<PLANE_STAGES<B> - 2>();
-    const unsigned char* from = shared + PLANES_AT<B> + ((warp * PLANE_STAGES<B> + read_stage) * B * 32 + lane) * 8;
-    UNROLL for (int p = 0; p < B; p++) {
-      uint2 v = *reinterpret_cast<const uint2*>(from + p * 256);
-      decoder.words[p][0] = v.x; decoder.words[p][1] = v.y;
-    }
-    read_stage = read_stage + 1 == PLANE_STAGES<B> ? 0 : read_stage + 1;
+  u64 here = operand(SHARED_BASE + STAGES_AT<B>);               // of the chunk that is multiplied
+  auto begin_tile = [&](int kt) {
+    planes.read(shared, decoder.words);
     planes.fetch(kt + PLANE_STAGES<B> - 1);
     decoder.pair_up();
   };
-  auto issue = [&](u32 (*w)[4], int slot) {                     // slot of 32 columns of a chunk
-    unit_fence();
-    UNROLL for (int k = 0; k < 2; k++) unit_multiply(sums, w[k], operand(SHARED_BASE + STAGES_AT<B> + stage * STAGE + slot * 64 + k * 32));
-    unit_commit();
+  auto next_stage = [&] {
+    before = barrier(X_EMPTY) + 8 * stage;
+    here += STAGE / 16;
+    if (++stage == STAGES<B>) { stage = 0; parity ^= 1; here = operand(SHARED_BASE + STAGES_AT<B>); }
   };
-  auto arrived = [&] { barrier_wait(barrier(X_FULL) + 8 * stage, parity); };
-  auto next_stage = [&] { before = barrier(X_EMPTY) + 8 * stage; if (++stage == stages<B>()) { stage = 0; parity ^= 1; } };
   auto release = [&](bool refill) {                             // the chunk before
     if (lane == 0) barrier_arrive(before);
     if (threadIdx.x == 0 && refill) chunks.fetch();
     __syncwarp();
   };
-  read_words(0);
-  decoder.template decode<0>(weights[0]);
+  // Half K of a tile's slot S is multiplied. Meanwhile the next half is looked up, which needs none of the operands that the unit
+  // still reads; that the half before is done is waited for after that. Behind the last tile what is looked up is not used.
+#define HALF(S, K)                                                                        \
+  {                                                                                       \
+    constexpr int PLACE = (S) % 2 * 2 + K;                      /* in its chunk */        \
+    if constexpr (PLACE == 0) barrier_wait(barrier(X_FULL) + 8 * stage, parity);          \
+    unit_fence();                                                                         \
+    unit_multiply(sums, weights[K], here + 2 * PLACE);                                    \
+    unit_commit();                                                                        \
+    if constexpr (S == 3 && K == 1) begin_tile(kt + 1);                                   \
+    if constexpr (K == 1) decoder.template prepare<(S + 1) % 4>();                        \
+    decoder.template look_up<(S + K) % 4, 1 - K>();                                       \
+    unit_wait<1>();                                                                       \
+    if constexpr (PLACE == 0)                                                             \
+      if (S > 0 || kt > 0) release(S == 0 || LAG == 1 || kt > 0);                         \
+    decoder.combine(weights[1 - K]);                                                      \
+    if constexpr (PLACE == 3) next_stage();                                               \
+  }
+#define CHUNK(S) HALF(S, 0) HALF(S, 1) HALF(S + 1, 0) HALF(S + 1, 1)
+  begin_tile(0);
+  decoder.template prepare<0>();
+  decoder.template look_up<0, 0>();
+  decoder.combine(weights[0]);
   ROLLED for (int kt = 0; kt < COL_TILES; kt++) {
-    arrived();
-    issue(weights[0], 0);
-    unit_wait<1>();
-    if (kt > 0) release(true);
-    decoder.template decode<1>(weights[1]);
-    issue(weights[1], 1);
-    unit_wait<1>();
+    CHUNK(0)
     if (CHUNKS % 2 && kt == COL_TILES - 1) break;
-    decoder.template decode<2>(weights[0]);
-    next_stage();
-    arrived();
-    issue(weights[0], 0);
-    unit_wait<1>();
-    release(LAG == 1 || kt > 0);
-    decoder.template decode<3>(weights[1]);
-    issue(weights[1], 1);
-    unit_wait<1>();
-    if (kt + 1 == COL_TILES) break;
-    next_stage();
-    read_words(kt + 1);
-    decoder.template decode<0>(weights[0]);
+    CHUNK(2)
   }
   unit_wait<0>();
   if (!FIRST && threadIdx.x == 0) { wait_for_earlier(); let_next_begin(); }
-  __syncthreads();                                              // the stages are free
+  if (threadIdx.x < SLOTS) {
+    int* slots = reinterpret_cast<int*>(shared + SMALL + 256);
+    slots[threadIdx.x] = slot;
+    if (!GATED) reinterpret_cast<float*>(slots + SLOTS)[threadIdx.x] = weight;
+  }
+  __syncthreads();                                              // slots are there, the stages are free
   if constexpr (GATED) store_hidden(a, work, sums, shared);
   else store_results(a, work, sums, shared);
 }
@@ -385,26 +451,34 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) experts(const __gr
   EACH_WIDTH
 }
 
-// The image of x [T, K], four threads for 32 columns of a slot. Columns beyond K are zero; unused slots stay as they are.
+// The image of x [T, K], four threads for 32 columns of a slot, four of which a thread does at once. Columns beyond K are
+// zero; unused slots stay as they are.
 extern "C" __global__ void __launch_bounds__(256) arrange(const uint4* x, const int* slots, uint4* image, int slot_count, int groups) {
-  int job = blockIdx.x * 256 + threadIdx.x, unit = job % (8 * CHUNKS), place = job / (8 * CHUNKS);
+  constexpr int JOBS = 4;
+  int first = blockIdx.x * (256 * JOBS) + threadIdx.x, slot[JOBS];
   wait_for_earlier();
   let_next_begin();
-  int slot = place < groups * SLOTS ? slots[place] : slot_count;
-  u32 w[4] = {0, 0, 0, 0};
-  if (slot < slot_count && unit * 8 < COLS) {
-    uint4 v = x[(u64)(slot / TOP_K) * (COLS / 8) + unit];
-    w[0] = v.x; w[1] = v.y; w[2] = v.z; w[3] = v.w;
+  UNROLL for (int j = 0; j < JOBS; j++) {
+    int place = (first + 256 * j) / (8 * CHUNKS);
+    slot[j] = place < groups * SLOTS ? slots[place] : slot_count;
   }
-  UNROLL for (int step = 1; step < 4; step *= 2)                // the four threads' words become a square, transposed
-    UNROLL for (int i = 0; i < 4; i++)
-      if (!(i & step)) {
-        bool upper = threadIdx.x & step;
-        u32 other = __shfl_xor_sync(~0u, upper ? w[i] : w[i + step], step);
-        if (upper) w[i] = other; else w[i + step] = other;
-      }
-  if (slot < slot_count) {
-    int n = place % SLOTS;
-    image[(((u64)(place / SLOTS) * CHUNKS + unit / 8) * SLOTS + n) * 8 + (unit % 8 ^ (n & 7))] = make_uint4(w[0], w[1], w[2], w[3]);
+  u32 w[JOBS][4];
+  UNROLL for (int j = 0; j < JOBS; j++) {
+    int unit = (first + 256 * j) % (8 * CHUNKS);
+    uint4 v = make_uint4(0, 0, 0, 0);
+    if (slot[j] < slot_count && unit * 8 < COLS) v = x[(u64)(slot[j] / TOP_K) * (COLS / 8) + unit];
+    w[j][0] = v.x; w[j][1] = v.y; w[j][2] = v.z; w[j][3] = v.w;
+  }
+  UNROLL for (int j = 0; j < JOBS; j++) {
+    UNROLL for (int step = 1; step < 4; step *= 2)              // the four threads' words become a square, transposed
+      UNROLL for (int i = 0; i < 4; i++)
+        if (!(i & step)) {
+          bool upper = threadIdx.x & step;
+          u32 other = __shfl_xor_sync(~0u, upper ? w[j][i] : w[j][i + step], step);
+          if (upper) w[j][i] = other; else w[j][i + step] = other;
+        }
+    int job = first + 256 * j, unit = job % (8 * CHUNKS), place = job / (8 * CHUNKS), n = place % SLOTS;
+    if (slot[j] < slot_count)
+      image[(((u64)(place / SLOTS) * CHUNKS + unit / 8) * SLOTS + n) * 8 + (unit % 8 ^ (n & 7))] = make_uint4(w[j][0], w[j][1], w[j][2], w[j][3]);
   }
 }

@@ -51,7 +51,7 @@ def compile_class(plan: Any, number: int, shape: dict[str, int], **defines: Any)
 
 
 @pytest.mark.parametrize(
-    ("mean", "number"), [(33, 0), (33, 1), (33, 2), (90, 0), (150, 0), (150, 1), (150, 2)]
+    ("mean", "number"), [(33, 0), (33, 1), (90, 0), (90, 1), (130, 0), (130, 1), (512, 0)]
 )
 def test_launches_of_chosen_plans_compile_ahead_of_time(mean: int, number: int) -> None:
     plan = cuda_prompts.choose_plan(mean * 60, 60)
@@ -67,9 +67,9 @@ def test_an_error_of_the_compiler_is_text() -> None:
 
 @pytest.mark.parametrize(
     ("mean", "slots"),
-    [(16, 32), (34, 48), (68, 96), (128, 160), (136, 160), (273, 160)],
+    [(16, 32), (34, 48), (68, 96), (128, 160), (136, 160), (273, 160), (512, 192), (1024, 192)],
 )
-def test_groups_hold_what_most_experts_get(mean: int, slots: int) -> None:
+def test_groups_hold_what_most_experts_get_or_even_parts_of_it(mean: int, slots: int) -> None:
     assert cuda_prompts.choose_plan(mean * 60, 60).slots == slots
 
 
@@ -105,7 +105,8 @@ def test_every_width_has_one_launch(
         192, 256, ids[:, 0, 0].contiguous(), ids, ids[:, 0].contiguous(),
         ids[0, :2, 0].contiguous(), widths,
     )  # fmt: skip
-    arguments, plan = cuda_prompts.Arguments(groups=3), cuda_prompts.choose_plan(300, 2)
+    arguments = cuda_prompts.Arguments(groups=3)
+    plan = cuda_prompts.Plan(160, (cuda_prompts.Tuning(4, 2, 2), *WIDE_BLOCKS))
     cuda_prompts._launch_classes(plan, pages, {"GATED": 1}, arguments, torch.device("cpu"))
     assert found == launched
     # 96 columns of hidden are two chunks of 64, of which a warpgroup makes half of one
@@ -164,7 +165,7 @@ class Call:
     [
         cuda_prompts.Plan(32, ONE_LAUNCH),
         cuda_prompts.Plan(160, ONE_LAUNCH, overlap=False),
-        *(cuda_prompts.choose_plan(mean * 60, 60) for mean in (17, 34, 68, 136)),
+        *(cuda_prompts.choose_plan(mean * 60, 60) for mean in (17, 34, 68, 136, 190)),
     ],
     ids=str,
 )

@@ -9,8 +9,9 @@
 namespace {
 struct Barrier { int count, left; long bytes; u32 phase; };
 std::map<u32, Barrier> barriers;
-std::vector<long> meetings;                                     // of each thread
-long met[8];
+constexpr int NAMED = 16;
+std::vector<long> meetings[NAMED];                              // of each thread, at each named barrier
+long met[NAMED];
 
 void may_end(Barrier& b) {
   if (b.left == 0 && b.bytes == 0) { b.phase ^= 1; b.left = b.count; }
@@ -24,7 +25,7 @@ Barrier& barrier_at(u32 at) {
 
 void barrier_init(u32 at, u32 count) {                          // before anything else in a block
   barriers[at] = {(int)count, (int)count, 0, 0};
-  meetings.assign(threads.size(), 0);
+  for (auto& mine : meetings) mine.assign(threads.size(), 0);
   memset(met, 0, sizeof met);
 }
 void barrier_arrive(u32 at) {
@@ -42,12 +43,12 @@ void copy_bulk(u32 to, u64 from, u32 bytes, u32 barrier) {
   b.bytes -= bytes;
   may_end(b);
 }
-void copy_words(u32 to, u64 from) {
-  if (to % 8 || from % 8) abort();
-  memcpy(dynamic + to - SHARED_BASE, (const void*)from, 8);
+void copy_line(u32 to, u64 from) {
+  if (to % 16 || from % 16) abort();
+  memcpy(dynamic + to - SHARED_BASE, (const void*)from, 16);
 }
-void warpgroup_meet(int number) {
-  long until = 128 * ++meetings[current];
+void meet(int number, int size) {
+  long until = size * ++meetings[number][current];
   met[number]++;
   while (met[number] < until) pass_on();
 }
