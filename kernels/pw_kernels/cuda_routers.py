@@ -25,7 +25,7 @@ PARTS = 16  # of the columns, as many as warps of products.cu
 STEP = 32  # columns
 MOST_STEPS = 8  # of a part: a lane holds what it multiplies
 MOST_ROWS = 128
-MOST_CHOSEN = 4  # tokens whose choice and lists are quicker as one block
+MOST_LISTED = 4  # tokens whose choice and lists are quicker as one block
 _MOST_CHOICES = 512  # experts of choice.cuh
 _SCORES = {"softmax": 0, "none": 1}
 _DTYPES = (torch.bfloat16, torch.float16)
@@ -135,7 +135,7 @@ def takes(logits: Tensor, routing: Routing) -> bool:
     """Whether `choose` can take a call."""
     return (
         logits.device.type == "cuda"
-        and 0 < len(logits) <= MOST_CHOSEN
+        and 0 < len(logits) <= MOST_TOKENS
         and logits.dtype in _DTYPES
         and logits.dtype == routing.weight.dtype
         and logits.stride(1) == 1

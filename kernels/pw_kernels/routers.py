@@ -16,7 +16,7 @@ from types import ModuleType
 from torch import Tensor
 
 from pw_kernels import products, step
-from pw_kernels.slots import Choice
+from pw_kernels.slots import Choice, chosen
 from pw_kernels.step import Routing
 
 
@@ -48,7 +48,8 @@ def choose(logits: Tensor, routing: Routing) -> tuple[Tensor | Choice, Tensor | 
     """As `choice`, from the logits [T, E]."""
     kernels = _cuda() if logits.device.type == "cuda" else None
     if kernels is not None and kernels.takes(logits, routing):
-        return kernels.choose(logits, routing), None
+        made = kernels.choose(logits, routing)
+        return (made, None) if len(logits) <= kernels.MOST_LISTED else chosen(made, None)
     return step.choose(logits, routing)
 
 

@@ -264,6 +264,7 @@ for capability, name, sizes, warps in (
     (90, "gate_kernel", dict(INNER=5632, BLOCK=1024, ACTIVATION="gelu_tanh"), 4),
     (100, "join_kernel", dict(SIZE=2048, BLOCK=1024, HAS_SHARE=True), 4),
     (90, "add_slots_kernel", dict(SIZE=4096, BLOCK=1024, TOP_K=2, HAS_LIVE=True), 4),
+    (80, "add_slots_kernel", dict(SIZE=2048, BLOCK=1024, TOP_K=8, HAS_LIVE=False), 4),
 ):
     kernel = getattr(triton_step, name, None) or getattr(triton_routers, name)
     sizes = sizes | dict(OVERLAP=capability >= 90)
