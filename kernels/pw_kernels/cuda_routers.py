@@ -25,6 +25,7 @@ PARTS = 16  # of the columns, as many as warps of products.cu
 STEP = 32  # columns
 MOST_STEPS = 8  # of a part: a lane holds what it multiplies
 MOST_ROWS = 128
+_TALLY_BYTES = 4096  # at most: the counts of lists.cuh, which are static
 MOST_LISTED = 4  # tokens whose choice and lists are quicker as one block
 _MOST_CHOICES = 512  # experts of choice.cuh
 _SCORES = {"softmax": 0, "none": 1}
@@ -78,7 +79,16 @@ def fits(x: Tensor, weight: Tensor, first: int, routing: Routing) -> bool:
         and x.data_ptr() % 16 == weight.data_ptr() % 16 == 0
         and chooses(routing)
         and torch.cuda.get_device_capability(x.device) >= _LEAST_CAPABILITY
+        and _has_room(x, weight, first, routing)
     )
+
+
+def _has_room(x: Tensor, weight: Tensor, first: int, routing: Routing) -> bool:
+    """Whether a block has a thread for each expert, and the device shared memory for a block."""
+    shape = (weight.shape[0], weight.shape[1])
+    constants = constants_of(shape, x.dtype, first, len(x), routing, size=1)
+    room = nvrtc.shared_bytes(_index(x)) - _TALLY_BYTES
+    return _threads(constants) >= len(routing.weight) and shared_bytes(constants) <= room
 
 
 def chooses(routing: Routing) -> bool:
@@ -120,6 +130,11 @@ def constants_of(
         "N": shape[0], "K": shape[1], "CLUSTER": CLUSTER, "TILES": -(-tokens // CLUSTER),
         "FIRST": first, "LISTS": int(size > 0), "TOKENS": size,
     }  # fmt: skip
+
+
+def _threads(constants: dict[str, int]) -> int:
+    """Threads of a block of router.cu."""
+    return 32 * PARTS // CLUSTER * constants["TILES"]
 
 
 def shared_bytes(constants: dict[str, int]) -> int:
@@ -192,7 +207,7 @@ def choice(x: Tensor, weight: Tensor, first: int, routing: Routing) -> tuple[Cho
         constants = constants_of(shape, x.dtype, first, len(x), routing, size)
         kernel = nvrtc.kernel("router.cu", "router", tuple(constants.items()), _index(x))
         kernel.launch(
-            (CLUSTER,), 32 * PARTS // CLUSTER * constants["TILES"], shared_bytes(constants),
+            (CLUSTER,), _threads(constants), shared_bytes(constants),
             arguments, Nothing() if lists is None else lists, overlap=True,
         )  # fmt: skip
 

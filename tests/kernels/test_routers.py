@@ -91,6 +91,21 @@ def test_routers_that_do_something_else_are_left_to_others(monkeypatch: pytest.M
         assert not cuda_routers.chooses(Routing(routing.weight, 4, **options))
 
 
+@pytest.mark.parametrize(
+    ("kilobytes", "tokens", "taken"), [(227, 64, 3), (99, 64, 2), (99, 16, 3), (227, 8, 2)]
+)
+def test_a_block_has_room(
+    kilobytes: int, tokens: int, taken: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nvrtc, "shared_bytes", lambda _: kilobytes << 10)
+    monkeypatch.setattr(cuda_routers, "_index", lambda _: 0)
+    found = []
+    for model in MODELS:
+        x, weight, routing = case(tokens, *model)
+        found.append(cuda_routers._has_room(x, weight, model[1], routing))
+    assert sum(found) == taken
+
+
 gpu = pytest.mark.gpu
 on_a_gpu = pytest.mark.skipif(INTERPRETED, reason="needs TRITON_INTERPRET=0 and a GPU")
 
