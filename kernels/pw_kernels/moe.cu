@@ -310,7 +310,6 @@ DI void slot_low(const Table<B>* table, const u32 (*words)[MY_ROWS], const Merge
 // A lane copies just what it reads itself, so a warp's two stages need no barrier: [2][B planes, 4 * NT inputs][32 lanes].
 template <int B> DI int run_low(const Arguments& a, int4 work, int item, unsigned char* shared) {
   constexpr int TABLE = (32 << B) * ROW_BLOCKS, PIECES = TABLE / 16, PLANE = 32 * sizeof(Words), STAGE = B * PLANE + NT * 2048;
-  constexpr bool ONE_PAGE = (1 << TILE_SHIFT) % COL_TILES == 0;  // holds a plane of a whole row tile
   static_assert(2 * PIECES <= 32 * WARPS, "a thread copies one piece of the tables");
   int thread = this_thread(), lane = thread & 31, warp = thread >> 5, wk = warp % WK, half = warp / WK, group = work.x, expert = work.y;
   int pair = HALVED ? item >> 1 : item, block = HALVED ? item & 1 : 0, tile = row_tile(pair, half) * COL_TILES, last = tile + COL_TILES - 1;
@@ -328,17 +327,20 @@ template <int B> DI int run_low(const Arguments& a, int4 work, int item, unsigne
   UNROLL for (int p = 0; p < B; p++) pages[p] = load_page(planes.page_of(p, min(tile + wk, last)));
   if (thread < 2 * PIECES)
     copy_async((u32)__cvta_generic_to_shared(tables + piece_half * TABLE + piece), (u64)table_in(a, work, entry_page, entry));
-  u64 from[B], from_x[NT];                                      // where the warp's tiles of this turn of the loop lie, or the next that is fetched
+  // Where the warp's tiles of this turn of the loop lie, if a page holds a plane of the whole row tile; else pages are looked up.
+  bool one_page = (1 << TILE_SHIFT) % COL_TILES == 0 || tile >> TILE_SHIFT == last >> TILE_SHIFT;
+  u64 from[B], from_x[NT];
   UNROLL for (int p = 0; p < B; p++) from[p] = planes.in_page(pages[p], min(tile + wk, last)) + block * 8;
   UNROLL for (int n = 0; n < NT; n++) from_x[n] = inputs.x[n] + wk * 256;
+  auto copy_words = [&](int p, u32 stage, u64 words) {
+    if (HALVED) copy_async8(to_planes + stage + p * PLANE, words);
+    else copy_async(to_planes + stage + p * PLANE, words);
+  };
   auto fetch_planes = [&](int ahead, int kt, u32 stage) {      // column tile kt, which is `ahead` tiles of the warp ahead
-    int next = min(tile + kt + WK, last);
-    bool same_page = (next & ((1 << TILE_SHIFT) - 1)) >= WK;
-    UNROLL for (int p = 0; p < B; p++) {
-      u64 words = ONE_PAGE ? from[p] + ahead * WK * 512 : from[p];
-      if (HALVED) copy_async8(to_planes + stage + p * PLANE, words);
-      else copy_async(to_planes + stage + p * PLANE, words);
-      if (!ONE_PAGE) from[p] = same_page ? words + WK * 512 : planes.at(p, next) + block * 8;
+    if (one_page || !ahead) {
+      UNROLL for (int p = 0; p < B; p++) copy_words(p, stage, from[p] + ahead * WK * 512);
+    } else {
+      UNROLL for (int p = 0; p < B; p++) copy_words(p, stage, planes.at(p, tile + kt) + block * 8);
     }
   };
   auto fetch_inputs = [&](int ahead, int kt, u32 stage) {
@@ -401,7 +403,7 @@ template <int B> DI int run_low(const Arguments& a, int4 work, int item, unsigne
   ROLLED for (int kt = wk; kt < COL_TILES; kt += 2 * WK) {     // two tiles, so that stages and distances are literals
     turn(0, kt);
     if (COL_TILES % (2 * WK) == 0 || kt + WK < COL_TILES) turn(1, kt + WK);
-    if (ONE_PAGE) UNROLL for (int p = 0; p < B; p++) from[p] += 2 * WK * 512;
+    UNROLL for (int p = 0; p < B; p++) from[p] += 2 * WK * 512;
     UNROLL for (int n = 0; n < NT; n++) from_x[n] += 2 * WK * 256;
   }
   int following = take_next(a);
