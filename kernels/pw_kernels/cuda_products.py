@@ -32,6 +32,7 @@ from pw_kernels.step import Norm
 
 FEW_TOKENS = 8  # at most
 SMALL_BYTES, SOME_TOKENS = 9 << 20, 32  # a weight so small takes more
+BESIDE_BYTES, BESIDE_TOKENS = 24 << 20, range(17, 33)  # ... and one beside other launches these
 WIDE_ROWS = 1 << 16  # weights with so many are faster through torch from two tokens on
 _DTYPES = (torch.bfloat16, torch.float16)
 _KINDS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
@@ -42,13 +43,17 @@ def norms(x: Tensor) -> bool:
     return x.shape[0] <= TOKENS and x.shape[1] <= WARPS * NORM_STEPS * STEP
 
 
-def fits(x: Tensor, weight: Tensor, inner: int = 0, *, forced: bool = False) -> bool:
+def fits(
+    x: Tensor, weight: Tensor, inner: int = 0, *, forced: bool = False, beside: bool = False
+) -> bool:
     """Whether the kernel can take a call and, unless `forced`, is the faster way."""
-    tokens, cols = x.shape[0], weight.shape[1]
+    tokens, cols, size = x.shape[0], weight.shape[1], weight.nbytes
+    most = SOME_TOKENS if size <= SMALL_BYTES else FEW_TOKENS
     return (
         x.device.type == "cuda"
         and x.dim() == 2
-        and 0 < tokens <= (SOME_TOKENS if weight.nbytes <= SMALL_BYTES else FEW_TOKENS)
+        and tokens > 0
+        and (tokens <= most or (beside and tokens in BESIDE_TOKENS and size <= BESIDE_BYTES))
         and (forced or tokens == 1 or weight.shape[0] < WIDE_ROWS)
         and weight.dtype == x.dtype
         and x.dtype in _DTYPES
@@ -77,8 +82,12 @@ def product(
     add: Sequence[Tensor | SlotResults],
     share: Tensor | None,
     plan: Plan | None = None,
+    *,
+    beside: bool = False,
 ) -> Tensor:
     """See `products.product`; only the second of two to add may be of slots."""
+    if beside and plan is None and len(x) in BESIDE_TOKENS:
+        plan = choose_plan(len(x), weight.shape, norm is not None, beside=True)
     out = x.new_empty(x.shape[0], weight.shape[0])
     constants = {"ADD": len(add) + (share is not None)}
     given = {"out": out}

@@ -73,7 +73,12 @@ def _row_tiles(rows: int, inner: int) -> int:
 
 
 def choose_plan(
-    tokens: int, shape: Sequence[int], norm: bool, inner: int = 0, room: int = _ROOM
+    tokens: int,
+    shape: Sequence[int],
+    norm: bool,
+    inner: int = 0,
+    room: int = _ROOM,
+    beside: bool = False,
 ) -> Plan:
     """As measured on an H200; sums are in the same order for every number of tokens.
 
@@ -83,6 +88,7 @@ def choose_plan(
         norm: A norm comes first.
         inner: I, of the rows that are gated.
         room: Bytes of shared memory that a block may have.
+        beside: Other launches run meanwhile, so that only small blocks find a place.
     """
     rows, cols = shape
     steps = cols // STEP
@@ -99,6 +105,8 @@ def choose_plan(
         tall = replace(plan, blocks=blocks, height=height)  # in one round; fewer read the tokens
         return tall if height > 1 and blocks * tall.shared_bytes(cols, norm) <= room else plan
     own = -(-steps // WARPS)
+    if tokens > TOKENS and beside:
+        return Plan(WARPS // 2, 4, 4, tiles=2 if tokens <= 2 * TOKENS else 4)
     if tokens > TOKENS:
         return Plan(WARPS, min(own, 8), min(own, 4), tiles=2 if tokens <= 2 * TOKENS else 4)
     plan = Plan(WARPS, min(own, 11), min(own, 12), blocks=2 if own <= 4 else 1)

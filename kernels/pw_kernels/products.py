@@ -43,6 +43,7 @@ def product(
     norm: Norm | None = None,
     add: Sequence[Tensor | SlotResults] = (),
     share: Tensor | None = None,
+    beside: bool = False,
     backend: str = "auto",
 ) -> Tensor:
     """Linear map of rows, and what is added to it: [T, N].
@@ -58,16 +59,20 @@ def product(
         norm: Of the rows of x, or None.
         add: None, one or two of [T, N]; the second may be what experts give, before its sum.
         share: [T, 1] logits, only with two to add; None = the whole.
+        beside: Other launches run meanwhile on the device.
         backend: One of BACKENDS.
 
     Raises:
         ValueError: The named backend cannot take these arguments, or is not installed.
     """
-    kernels, small = _kernels(backend, x, weight), "torch" if backend == "torch" else "auto"
+    kernels = _kernels(backend, x, weight, beside=beside)
+    small = "torch" if backend == "torch" else "auto"
     if norm is not None and (kernels is None or not kernels.norms(x)):
         x, norm = step.rms_norm(x, norm.weight, norm.epsilon, backend=small), None
     if kernels is not None:
-        return kernels.product(x, weight, bias, norm, add, share)  # type: ignore[no-any-return]
+        return kernels.product(  # type: ignore[no-any-return]
+            x, weight, bias, norm, add, share, beside=beside
+        )
     if not add:
         return functional.linear(x, weight, bias)
     first, *more = (part.sum(x.dtype) if isinstance(part, SlotResults) else part for part in add)
@@ -117,14 +122,18 @@ def takes_slots(x: Tensor, weight: Tensor) -> bool:
     return _kernels("auto", x, weight) is not None
 
 
-def _kernels(backend: str, x: Tensor, weight: Tensor, inner: int = 0) -> ModuleType | None:
+def _kernels(
+    backend: str, x: Tensor, weight: Tensor, inner: int = 0, *, beside: bool = False
+) -> ModuleType | None:
     """The kernels, where they are to be used."""
     if backend not in BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
     if backend == "torch" or (backend == "auto" and x.device.type != "cuda"):
         return None
     module = _cuda()
-    if module is not None and module.fits(x, weight, inner, forced=backend == "cuda"):
+    if module is not None and module.fits(
+        x, weight, inner, forced=backend == "cuda", beside=beside
+    ):
         return module
     if backend == "cuda":
         raise ValueError(

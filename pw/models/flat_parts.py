@@ -178,7 +178,7 @@ class Moe:
         assert self._route is not None
         y = self._norm(x)
         with beside.apart():
-            shared = products.product(gated.activated(y), self._down)
+            shared = products.product(gated.activated(y), self._down, beside=True)
         ids, weights, share = routers.choice(y, gated.others, 1, self._route.routing)
         routed = self._routed(y, ids, weights)
         beside.meet()

@@ -88,6 +88,8 @@ def test_rows_of_4096_columns_are_taken_in_one_round() -> None:
         assert (plan.warps, plan.height, plan.grid(6144, 0)) == (16, 3, 128)
         plan = choose_plan(tokens, (4096, 4096), norm=False)
         assert (plan.warps, plan.blocks, plan.grid(4096, 0)) == (16, 2, 256)
+    plan = choose_plan(32, (2048, 5632), norm=False, beside=True)
+    assert 3 * plan.shared_bytes(5632, norm=False) < ROOM / 2  # small enough to find a place
     less = choose_plan(1, (6144, 4096), norm=True, room=163 << 10)
     assert less.height == 1
 
@@ -190,6 +192,20 @@ def test_some_tokens_and_a_small_weight_on_a_gpu(rows: int, cols: int, tokens: i
     assert (found.float() - expected.float()).norm() <= 4e-3 * expected.float().norm()
     few = products.product(x[:8], weight, add=(add[:8],), backend="cuda")
     assert torch.equal(found[:8], few)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(INTERPRETED, reason="needs TRITON_INTERPRET=0 and a GPU")
+@pytest.mark.parametrize("tokens", [17, 32])
+def test_a_product_beside_others_on_a_gpu(tokens: int) -> None:
+    dtype = torch.bfloat16
+    x = random(tokens, 5632, dtype=dtype).cuda()
+    weight = (random(2048, 5632, seed=1) / 75).to(dtype).cuda()
+    torch.cuda.synchronize()
+    assert products._kernels("auto", x, weight) is None
+    assert products._kernels("auto", x, weight, beside=True) is not None
+    found, expected = (products.product(x, weight, beside=beside) for beside in (True, False))
+    assert (found.float() - expected.float()).norm() <= 4e-3 * expected.float().norm()
 
 
 @pytest.mark.gpu

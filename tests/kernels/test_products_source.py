@@ -98,6 +98,7 @@ def test_a_product_behind_a_norm(tmp_path: Path, tokens: int, bias: bool) -> Non
         (30, choose_plan(30, (72, 832), norm=False)),
         (30, Plan(8, stages=2, turn=2, tiles=4, height=3)),  # the last block has rows left over
         (13, Plan(4, stages=7, turn=7, tiles=2, height=2)),
+        (29, choose_plan(29, (72, 832), norm=False, beside=True)),
     ],
 )
 def test_sums_after_a_product(tmp_path: Path, tokens: int, plan: Plan, add: int) -> None:
