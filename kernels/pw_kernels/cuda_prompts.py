@@ -65,11 +65,14 @@ class Plan:
         classes: One to three, narrow widths first. Each is a launch; the second and the third walk
             the same list of groups.
         overlap: Launches may begin while the one before ends.
+        narrow: Takes the place of all classes for a module whose blocks can have none but its
+            widths.
     """
 
     slots: int
     classes: tuple[Tuning, ...]
     overlap: bool = True
+    narrow: Tuning | None = None
 
 
 def wins(slots: int, experts: int, device: torch.device) -> bool:
@@ -85,16 +88,15 @@ def choose_plan(slots: int, experts: int) -> Plan:
     """The plan for S slots over E experts: groups whose decoding and products cost least.
 
     A group costs its places and what it takes to decode the weights for it. There are few sizes,
-    since each is compiled when it is first met.
+    since each is compiled when it is first met. One launch takes all widths: another would start
+    as many blocks to find nothing, and wait for the slowest of the first.
     """
     mean = slots / experts
     size = min(_SIZES, key=lambda size: _groups(mean, size) * (size + _DECODING))
     if size <= 48:
-        return Plan(size, (Tuning(4, 2, 3), Tuning(8, 2, 2)))
-    if size <= 96:
-        return Plan(size, (Tuning(6, 2, 2), Tuning(8, 3, 1)))
+        return Plan(size, (Tuning(8, 2, 2),), narrow=Tuning(4, 2, 3))
     if size <= 160:
-        return Plan(size, (Tuning(4, 2, 2), Tuning(8, 3, 1)))
+        return Plan(size, (Tuning(8, 3, 1),), narrow=Tuning(4, 2, 2))
     return Plan(size, (Tuning(8, 3, 1),))
 
 
@@ -168,8 +170,10 @@ def _launch_classes(
     """Launch the kernel of each class of widths that a block of these pages can have."""
     limit = nvrtc.shared_bytes(device.index or 0)
     first, widest = pages.possible_widths
-    low = first
-    for number, tuning in enumerate(plan.classes):
+    low, classes = first, plan.classes
+    if plan.narrow is not None and widest <= plan.narrow.widest:
+        classes = (plan.narrow,)
+    for number, tuning in enumerate(classes):
         high = min(tuning.widest, widest)
         if low > high:
             continue

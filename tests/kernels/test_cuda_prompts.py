@@ -36,10 +36,11 @@ gpu = pytest.mark.skipif(not on_gpu(), reason="needs a GPU of compute capability
 
 def compile_class(plan: Any, number: int, shape: dict[str, int], **defines: Any) -> int:
     """Bytes of machine code of one launch of a plan."""
-    tuning, low = plan.classes[number], 2 if number == 0 else plan.classes[number - 1].widest + 1
+    classes = plan.classes if plan.narrow is None else (*plan.classes, plan.narrow)
+    tuning, low = classes[number], 2
     macros = {
-        **shape, **PLACES, "FLOAT16": 0, "KIND": 0, "SLOTS": plan.slots, "CLASS": min(number, 1),
-        "LOW": low, "HIGH": tuning.widest, "FIRST": int(number == 0), "BLOCKS": tuning.blocks,
+        **shape, **PLACES, "FLOAT16": 0, "KIND": 0, "SLOTS": plan.slots, "CLASS": 0,
+        "LOW": low, "HIGH": tuning.widest, "FIRST": 1, "BLOCKS": tuning.blocks,
         "GROUPS_OF_WARPS": tuning.warpgroups,
         "ROOM": cuda_prompts.shared_bytes(tuning.blocks, 227 << 10),
         **cuda_prompts.unit_macros(plan.slots), **defines,
@@ -79,6 +80,7 @@ def test_groups_hold_what_most_experts_get_or_even_parts_of_it(mean: int, slots:
         (8, (2, 8), [(0, 2, 4, 1), (1, 5, 6, 0), (1, 7, 8, 0)]),
         (5, (2, 8), [(0, 2, 4, 1), (1, 5, 5, 0)]),
         (8, (3, 3), [(0, 3, 3, 1)]),
+        (8, (2, 2), [(0, 2, 2, 1)]),
         (8, (6, 7), [(1, 6, 6, 1), (1, 7, 7, 0)]),
     ],
 )
@@ -106,7 +108,8 @@ def test_every_width_has_one_launch(
         ids[0, :2, 0].contiguous(), widths,
     )  # fmt: skip
     arguments = cuda_prompts.Arguments(groups=3)
-    plan = cuda_prompts.Plan(160, (cuda_prompts.Tuning(4, 2, 2), *WIDE_BLOCKS))
+    classes = (cuda_prompts.Tuning(4, 2, 2), *WIDE_BLOCKS)
+    plan = cuda_prompts.Plan(160, classes, narrow=cuda_prompts.Tuning(2, 2, 2))
     cuda_prompts._launch_classes(plan, pages, {"GATED": 1}, arguments, torch.device("cpu"))
     assert found == launched
     # 96 columns of hidden are two chunks of 64, of which a warpgroup makes half of one
