@@ -216,11 +216,12 @@ def steps() -> None:
     slots, positions = torch.tensor([3, 9, 30, -1, 35]).cuda(), torch.arange(5).cuda()
     cos, sin = step.angles(positions, torch.rand(8).cuda(), 1.0, torch.float32, backend="triton")
     qkv, k = torch.randn(5, 8 * 16).cuda(), torch.randn(5, 2, 16).cuda()
+    slots_of = SlotResults(torch.randn(10, 96).cuda(), torch.randint(0, 8, (5, 2)).cuda(), 7)
     rotate = partial(step.rotate_store, head_size=16)
     for call, args in (
         (step.rms_norm, (x, weight, 1e-6)), (step.route, (x, routing)),
         (step.choose, (torch.randn(5, 8).cuda(), routing)), (step.gate, (x, 40, "silu")),
-        (step.join, (x, x, x, x[:, :1])), (rotate, (qkv, cos, sin, *pages, slots)),
+        (step.join, (x, x, x, x[:, :1])), (step.add_slots, (x, slots_of)), (rotate, (qkv, cos, sin, *pages, slots)),
     ):  # fmt: skip
         got, want = (call(*args, backend=b) for b in ("triton", "torch"))
         got, want = (each if isinstance(each, tuple) else (each,) for each in (got, want))
