@@ -221,7 +221,8 @@ def steps() -> None:
     for call, args in (
         (step.rms_norm, (x, weight, 1e-6)), (step.route, (x, routing)),
         (step.choose, (torch.randn(5, 8).cuda(), routing)), (step.gate, (x, 40, "silu")),
-        (step.join, (x, x, x, x[:, :1])), (step.add_slots, (x, slots_of)), (rotate, (qkv, cos, sin, *pages, slots)),
+        (step.join, (x, x, x, x[:, :1])), (step.add_slots, (x, slots_of)),
+        (rotate, (qkv, cos, sin, *pages, slots)),
     ):  # fmt: skip
         got, want = (call(*args, backend=b) for b in ("triton", "torch"))
         got, want = (each if isinstance(each, tuple) else (each,) for each in (got, want))
