@@ -97,23 +97,17 @@ def test_sampled_tokens_are_those_of_the_cpu(qwen: tuple[Any, Path]) -> None:
 
 def test_a_graph_stays_right_while_bits_change(qwen: tuple[Any, Path]) -> None:
     prompts, params = requests()
-
-    def serve(engine: Engine) -> dict[str, list[int]]:
-        tokens: dict[str, list[int]] = {}
-        for number, (prompt, its) in enumerate(zip(prompts, params, strict=True)):
-            engine.add_request(f"r{number}", prompt, its)
-        turn = 0
-        while engine.has_work():
-            engine.set_policy(f"static:{(6, 2, 4, 3)[turn % 4]}")
-            turn += 1
-            for output in engine.step():
-                tokens.setdefault(output.request_id, []).extend(output.token_ids)
-            torch.cuda.synchronize()
-            engine.check_integrity()
-        return tokens
-
-    plain = open_engine(qwen[1], enforce_eager=True, enable_prefix_caching=False, **WHERE)
-    assert serve(captured(qwen[1], enable_prefix_caching=False)) == serve(plain)
+    graphs, calls = (
+        open_engine(
+            qwen[1], enforce_eager=eager, enable_prefix_caching=False, async_scheduling=False,
+            **WHERE,
+        )
+        for eager in (False, True)
+    )  # fmt: skip
+    assert graphs._parts.runner.steps is not None
+    found = serve_at_changing_bits(graphs, prompts, params)
+    assert found == serve_at_changing_bits(calls, prompts, params)
+    assert set(found[1]) == set(WIDTHS)
 
 
 def test_steps_that_overlap_give_the_tokens_of_those_that_do_not(qwen: tuple[Any, Path]) -> None:
