@@ -46,6 +46,23 @@ def _sequence_of(query_start, step, index, sequences, PADDED: tl.constexpr):
 
 
 @triton.jit
+def _searched(query_start, step, index, sequences):
+    """As `_sequence_of`, one after the other.
+
+    All threads see it take the same way, so addresses and bounds that follow from it are not kept
+    for each: at heads of 512 the other spills seven times as much and takes twice as long.
+    """
+    low, high = 0, sequences
+    while high - low > 1:
+        middle = (low + high) // 2
+        if tl.load(query_start + middle) // step + middle <= index:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+@triton.jit
 def _walk(
     queries,  # [ROWS, KEY_BLOCK]
     position,  # [ROWS]
@@ -165,7 +182,10 @@ def attention_kernel(
 ):
     """Attention of one tile of queries over its keys, or over some parts of them, each alone."""
     tile, kv_head = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)  # long ones first
-    sequence = _sequence_of(query_start, QUERIES, tile, sequences, PADDED_SEQUENCES)
+    if SPLIT > 0:
+        sequence = _sequence_of(query_start, QUERIES, tile, sequences, PADDED_SEQUENCES)
+    else:
+        sequence = _searched(query_start, QUERIES, tile, sequences)
     start = tl.load(query_start + sequence)
     count = tl.load(query_start + sequence + 1) - start
     first = (tile - start // QUERIES - sequence) * QUERIES  # among the sequence's queries
@@ -343,7 +363,7 @@ def paged_attention(
         and tokens * heads * parts * (value_size + 2) * 4 <= WORKSPACE_BYTES
     )
     common: dict[str, Any] = {
-        "PADDED_SEQUENCES": max(FEWEST_PADDED, triton.next_power_of_2(sequences)),
+        "PADDED_SEQUENCES": max(FEWEST_PADDED, triton.next_power_of_2(sequences) if split else 0),
         "HEADS": heads, "VALUE_SIZE": value_size,
         "VALUE_BLOCK": max(SMALLEST_DOT, triton.next_power_of_2(value_size)),
         "SPLIT": SPLIT_KEYS if split else 0, "HAS_WINDOW": window is not None,
