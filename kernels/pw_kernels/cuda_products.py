@@ -2,7 +2,8 @@
 
 A block takes one to three tiles of 16 rows of the weight (a plan's `height`) and all their columns,
 which its warps share. So every sum has one fixed order, and a token's result does not depend on how
-many others there are, as long as the kernel is used. Weights of some megabytes take more tokens
+many others there are, as long as the kernel is used; beside other launches, blocks of 17 to 32
+tokens have half as many warps and an order of their own. Weights of some megabytes take more tokens
 than large ones: what all blocks read of the tokens is little then. Launches may begin while the one
 before ends: weights are on their way before it has.
 
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from pw_kernels import nvrtc
 from pw_kernels.product_plans import (
+    BESIDE_TOKENS,
     NORM_STEPS,
     STEP,
     TOKENS,
@@ -32,7 +34,7 @@ from pw_kernels.step import Norm
 
 FEW_TOKENS = 8  # at most
 SMALL_BYTES, SOME_TOKENS = 9 << 20, 32  # a weight so small takes more
-BESIDE_BYTES, BESIDE_TOKENS = 24 << 20, range(17, 33)  # ... and one beside other launches these
+BESIDE_BYTES = 24 << 20  # ... and one beside other launches BESIDE_TOKENS
 WIDE_ROWS = 1 << 16  # weights with so many are faster through torch from two tokens on
 _DTYPES = (torch.bfloat16, torch.float16)
 _KINDS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
@@ -43,10 +45,25 @@ def norms(x: Tensor) -> bool:
     return x.shape[0] <= TOKENS and x.shape[1] <= WARPS * NORM_STEPS * STEP
 
 
-def fits(
-    x: Tensor, weight: Tensor, inner: int = 0, *, forced: bool = False, beside: bool = False
-) -> bool:
-    """Whether the kernel can take a call and, unless `forced`, is the faster way."""
+def plan_of(
+    x: Tensor,
+    weight: Tensor,
+    norm: bool,
+    inner: int = 0,
+    *,
+    forced: bool = False,
+    beside: bool = False,
+) -> Plan | None:
+    """How a call is launched, if the kernel can take it and, unless `forced`, is the faster way.
+
+    A norm that the kernel cannot take along (`norms`) is left out.
+    """
+    if not _fits(x, weight, inner, forced, beside):
+        return None
+    return _plan_with_room(x, weight, norm and norms(x), inner, beside)
+
+
+def _fits(x: Tensor, weight: Tensor, inner: int, forced: bool, beside: bool) -> bool:
     tokens, cols, size = x.shape[0], weight.shape[1], weight.nbytes
     most = SOME_TOKENS if size <= SMALL_BYTES else FEW_TOKENS
     return (
@@ -63,15 +80,14 @@ def fits(
         and _aligned(x)
         and weight.data_ptr() % 16 == 0
         and torch.cuda.get_device_capability(x.device) >= (8, 0)
-        and _has_room(x, weight)
     )
 
 
-def _has_room(x: Tensor, weight: Tensor) -> bool:
-    """Whether the device has shared memory for a block; with a norm it takes less, or little."""
-    tokens, cols = x.shape
-    size = choose_plan(tokens, weight.shape, norm=False).shared_bytes(cols, norm=False)
-    return size <= nvrtc.shared_bytes(x.device.index or 0)
+def _plan_with_room(x: Tensor, weight: Tensor, norm: bool, inner: int, beside: bool) -> Plan | None:
+    """The plan on this device; None where it has no shared memory for a block."""
+    room = nvrtc.shared_bytes(nvrtc.index_of(x.device))
+    plan = choose_plan(len(x), weight.shape, norm, inner, room, beside)
+    return plan if plan.shared_bytes(weight.shape[1], norm) <= room else None
 
 
 def product(
@@ -81,13 +97,9 @@ def product(
     norm: Norm | None,
     add: Sequence[Tensor | SlotResults],
     share: Tensor | None,
-    plan: Plan | None = None,
-    *,
-    beside: bool = False,
+    plan: Plan,
 ) -> Tensor:
     """See `products.product`; only the second of two to add may be of slots."""
-    if beside and plan is None and len(x) in BESIDE_TOKENS:
-        plan = choose_plan(len(x), weight.shape, norm is not None, beside=True)
     out = x.new_empty(x.shape[0], weight.shape[0])
     constants = {"ADD": len(add) + (share is not None)}
     given = {"out": out}
@@ -111,7 +123,7 @@ def gated_product(
     activation: str,
     bias: Tensor | None,
     norm: Norm | None,
-    plan: Plan | None = None,
+    plan: Plan,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See `products.gated_product`."""
     tokens = x.shape[0]
@@ -131,15 +143,12 @@ def _launch(
     weight: Tensor,
     bias: Tensor | None,
     norm: Norm | None,
-    plan: Plan | None,
+    plan: Plan,
     constants: dict[str, int],
     given: Mapping[str, Tensor],
 ) -> None:
     tokens, (rows, cols) = x.shape[0], weight.shape
     inner = constants.get("INNER", 0)
-    if plan is None:
-        room = nvrtc.shared_bytes(_index(x))
-        plan = choose_plan(tokens, weight.shape, norm is not None, inner, room)
     arguments = Arguments(
         x=x.data_ptr(), weight=weight.data_ptr(), tokens=tokens, x_row=x.stride(0),
         **{name: tensor.data_ptr() for name, tensor in given.items()},
@@ -151,7 +160,9 @@ def _launch(
     if norm is not None:
         arguments.norm, arguments.epsilon = norm.weight.data_ptr(), norm.epsilon
     defines = constants_of(plan, weight.shape, x.dtype, bias is not None, norm is not None)
-    kernel = nvrtc.kernel("products.cu", "product", tuple((defines | constants).items()), _index(x))
+    kernel = nvrtc.kernel(
+        "products.cu", "product", tuple((defines | constants).items()), nvrtc.index_of(x.device)
+    )
     kernel.launch(
         (plan.grid(rows, inner),), 32 * plan.warps, plan.shared_bytes(cols, norm is not None),
         arguments, overlap=True,
@@ -161,7 +172,3 @@ def _launch(
 def _aligned(x: Tensor) -> bool:
     """Whether rows can be read 16 bytes at a time."""
     return x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
-
-
-def _index(x: Tensor) -> int:
-    return torch.cuda.current_device() if x.device.index is None else x.device.index

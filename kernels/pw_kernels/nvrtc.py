@@ -179,6 +179,11 @@ def device_attribute(name: str, device: int) -> int:
     return int(_check(driver.cuDeviceGetAttribute(what, device)))
 
 
+def index_of(device: torch.device) -> int:
+    """Its CUDA device index: the current one where it names none."""
+    return torch.cuda.current_device() if device.index is None else device.index
+
+
 def reserved_shared_bytes(device: int) -> int:
     """Shared memory of each block that the driver keeps; dynamic shared memory begins after it."""
     return device_attribute("RESERVED_SHARED_MEMORY_PER_BLOCK", device)

@@ -15,6 +15,7 @@ STEP = 32  # columns
 ROWS = 16  # of a block
 TOKENS = 8  # of a tile
 WARPS = 16  # of a block at most
+BESIDE_TOKENS = range(17, 33)  # beside other launches these are for blocks of half as many
 _PLACES = 132  # multiprocessors of an H200
 _ROOM = 227 << 10  # bytes of shared memory that a block of it may have
 NORM_STEPS = 16  # at most, of a warp that norms: it holds all of its x
@@ -80,7 +81,7 @@ def choose_plan(
     room: int = _ROOM,
     beside: bool = False,
 ) -> Plan:
-    """As measured on an H200; sums are in the same order for every number of tokens.
+    """As measured on an H200; sums are in the same order for every number of tokens, but `beside`.
 
     Args:
         tokens: T.
@@ -88,7 +89,8 @@ def choose_plan(
         norm: A norm comes first.
         inner: I, of the rows that are gated.
         room: Bytes of shared memory that a block may have.
-        beside: Other launches run meanwhile, so that only small blocks find a place.
+        beside: Other launches run meanwhile, so that only small blocks find a place: those of
+            BESIDE_TOKENS have half as many warps, and with them sums in another order.
     """
     rows, cols = shape
     steps = cols // STEP
@@ -105,7 +107,7 @@ def choose_plan(
         tall = replace(plan, blocks=blocks, height=height)  # in one round; fewer read the tokens
         return tall if height > 1 and blocks * tall.shared_bytes(cols, norm) <= room else plan
     own = -(-steps // WARPS)
-    if tokens > TOKENS and beside:
+    if tokens in BESIDE_TOKENS and beside:
         return Plan(WARPS // 2, 4, 4, tiles=2 if tokens <= 2 * TOKENS else 4)
     if tokens > TOKENS:
         return Plan(WARPS, min(own, 8), min(own, 4), tiles=2 if tokens <= 2 * TOKENS else 4)

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from pw_kernels import step
+from pw_kernels.product_plans import Plan
 from pw_kernels.slots import SlotResults
 from pw_kernels.step import Norm
 
@@ -65,13 +66,13 @@ def product(
     Raises:
         ValueError: The named backend cannot take these arguments, or is not installed.
     """
-    kernels = _kernels(backend, x, weight, beside=beside)
+    launch = _launch(backend, x, weight, norm is not None, beside=beside)
     small = "torch" if backend == "torch" else "auto"
-    if norm is not None and (kernels is None or not kernels.norms(x)):
+    if norm is not None and (launch is None or not launch.kernels.norms(x)):
         x, norm = step.rms_norm(x, norm.weight, norm.epsilon, backend=small), None
-    if kernels is not None:
-        return kernels.product(  # type: ignore[no-any-return]
-            x, weight, bias, norm, add, share, beside=beside
+    if launch is not None:
+        return launch.kernels.product(  # type: ignore[no-any-return]
+            x, weight, bias, norm, add, share, launch.plan
         )
     if not add:
         return functional.linear(x, weight, bias)
@@ -106,11 +107,14 @@ def gated_product(
     Raises:
         ValueError: The named backend cannot take these arguments, or is not installed.
     """
-    kernels, small = _kernels(backend, x, weight, inner), "torch" if backend == "torch" else "auto"
-    if norm is not None and (kernels is None or not kernels.norms(x)):
+    launch = _launch(backend, x, weight, norm is not None, inner)
+    small = "torch" if backend == "torch" else "auto"
+    if norm is not None and (launch is None or not launch.kernels.norms(x)):
         x, norm = step.rms_norm(x, norm.weight, norm.epsilon, backend=small), None
-    if kernels is not None:
-        return Gated(*kernels.gated_product(x, weight, inner, activation, bias, norm))
+    if launch is not None:
+        return Gated(
+            *launch.kernels.gated_product(x, weight, inner, activation, bias, norm, launch.plan)
+        )
     both = functional.linear(x, weight, bias)
     if not inner:
         return Gated(both[:, :0], both, x)
@@ -119,22 +123,28 @@ def gated_product(
 
 def takes_slots(x: Tensor, weight: Tensor) -> bool:
     """Whether a product of x [T, K] with a weight [N, K] adds up what experts give on its way."""
-    return _kernels("auto", x, weight) is not None
+    return _launch("auto", x, weight, norm=False) is not None
 
 
-def _kernels(
-    backend: str, x: Tensor, weight: Tensor, inner: int = 0, *, beside: bool = False
-) -> ModuleType | None:
-    """The kernels, where they are to be used."""
+class _Launch(NamedTuple):
+    kernels: ModuleType
+    plan: Plan
+
+
+def _launch(
+    backend: str, x: Tensor, weight: Tensor, norm: bool, inner: int = 0, *, beside: bool = False
+) -> _Launch | None:
+    """The kernels and how they are launched, where they are to be used."""
     if backend not in BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
     if backend == "torch" or (backend == "auto" and x.device.type != "cuda"):
         return None
     module = _cuda()
-    if module is not None and module.fits(
-        x, weight, inner, forced=backend == "cuda", beside=beside
-    ):
-        return module
+    if module is not None:
+        forced = backend == "cuda"
+        plan = module.plan_of(x, weight, norm, inner, forced=forced, beside=beside)
+        if plan is not None:
+            return _Launch(module, plan)
     if backend == "cuda":
         raise ValueError(
             f"backend 'cuda' cannot multiply {list(x.shape)} by {list(weight.shape)} "

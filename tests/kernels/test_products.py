@@ -88,6 +88,10 @@ def test_rows_of_4096_columns_are_taken_in_one_round() -> None:
         assert (plan.warps, plan.height, plan.grid(6144, 0)) == (16, 3, 128)
         plan = choose_plan(tokens, (4096, 4096), norm=False)
         assert (plan.warps, plan.blocks, plan.grid(4096, 0)) == (16, 2, 256)
+    for tokens in (8, 9, 16):  # the order of sums changes with the blocks of more alone
+        assert choose_plan(tokens, (2048, 5632), False, beside=True) == choose_plan(
+            tokens, (2048, 5632), False
+        )
     plan = choose_plan(32, (2048, 5632), norm=False, beside=True)
     assert 3 * plan.shared_bytes(5632, norm=False) < ROOM / 2  # small enough to find a place
     less = choose_plan(1, (6144, 4096), norm=True, room=163 << 10)
@@ -101,11 +105,50 @@ def test_torch_takes_what_the_device_has_no_room_for(
     kernels = pytest.importorskip("pw_kernels.cuda_products", reason="needs cuda-bindings")
     monkeypatch.setattr(kernels.nvrtc, "shared_bytes", lambda _: kilobytes << 10)
     rows = [torch.empty(8, cols) for cols in range(STEP, 14337, STEP)]
-    taken = [x for x in rows if kernels._has_room(x, x)]
+    monkeypatch.setattr(kernels.nvrtc, "index_of", lambda _: 0)
+    taken = [x for x in rows if kernels._plan_with_room(x, x, False, 0, False) is not None]
     assert taken[-1].shape[1] == most
-    for x in filter(kernels.norms, taken):
-        plan = choose_plan(8, (11328, x.shape[1]), norm=True, room=kilobytes << 10)
-        assert plan.shared_bytes(x.shape[1], True) <= kilobytes << 10
+    for x in filter(kernels.norms, rows):
+        weight = torch.empty(11328, x.shape[1], device="meta")
+        assert kernels._plan_with_room(x, weight, True, 0, False) is not None
+
+
+@pytest.mark.parametrize("rows", [2048, 4096, 6144])
+@pytest.mark.parametrize("kilobytes", [227, 163, 99])
+def test_what_is_launched_has_room_on_the_device(
+    rows: int, kilobytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 4096 rows two blocks share a multiprocessor only where both have room."""
+    kernels = pytest.importorskip("pw_kernels.cuda_products", reason="needs cuda-bindings")
+    asked = []
+
+    class Kernel:
+        def launch(self, _grid: Any, _threads: int, shared: int, *_: Any, overlap: bool) -> None:
+            assert overlap
+            asked.append(shared)
+
+    monkeypatch.setattr(kernels, "_fits", lambda *_: True)
+    monkeypatch.setattr(kernels.nvrtc, "index_of", lambda _: 0)
+    monkeypatch.setattr(kernels.nvrtc, "shared_bytes", lambda _: kilobytes << 10)
+    monkeypatch.setattr(kernels.nvrtc, "kernel", lambda *_: Kernel())
+    taken = set()
+    for cols in (2048, 2816, 4096, 5632, 14336):
+        weight = torch.empty(rows, cols, dtype=torch.bfloat16)
+        norm = Norm(torch.empty(cols, dtype=torch.bfloat16), 1e-5)
+        for tokens, before, beside in (
+            (1, None, False), (8, None, False), (8, norm, False), (32, None, False),
+            (32, None, True),
+        ):  # fmt: skip
+            x = torch.zeros(tokens, cols, dtype=torch.bfloat16)
+            try:
+                products.product(x, weight, norm=before, beside=beside, backend="cuda")
+            except ValueError:
+                assert not beside
+            else:
+                taken.add((cols, tokens, before is not None))
+    assert max(asked) <= kilobytes << 10
+    assert (4096, 8, True) in taken
+    assert ((4096, 8, False) in taken) == (kilobytes > 99)  # 128 KB of copies
 
 
 @pytest.mark.parametrize("capability", [80, 90, 100])
@@ -202,8 +245,8 @@ def test_a_product_beside_others_on_a_gpu(tokens: int) -> None:
     x = random(tokens, 5632, dtype=dtype).cuda()
     weight = (random(2048, 5632, seed=1) / 75).to(dtype).cuda()
     torch.cuda.synchronize()
-    assert products._kernels("auto", x, weight) is None
-    assert products._kernels("auto", x, weight, beside=True) is not None
+    assert products._launch("auto", x, weight, norm=False) is None
+    assert products._launch("auto", x, weight, norm=False, beside=True) is not None
     found, expected = (products.product(x, weight, beside=beside) for beside in (True, False))
     assert (found.float() - expected.float()).norm() <= 4e-3 * expected.float().norm()
 
