@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from pw.engine import Engine
 from pw.errors import ConfigError
 from pw.evaluation.bench.squeeze import Squeeze, SqueezeRun, tight_budget
 from support.engines import make_artifact, open_engine
@@ -45,6 +48,7 @@ def test_no_byte_over_budget_no_page_lost_and_every_plane_back(artifact: Path) -
     assert found["releases"] >= 12
     assert found["released_pages"] * 4096 == found["bytes_released"]
     assert 0 < found["release_p50_ms"] <= found["release_p99_ms"]
+    assert 0 < found["release_write_p50_ms"] <= found["release_write_p99_ms"]
 
 
 def test_no_cycle_begins_when_the_time_is_over(artifact: Path) -> None:
@@ -55,23 +59,65 @@ def test_no_cycle_begins_when_the_time_is_over(artifact: Path) -> None:
     assert found["pages_leaked"] == found["cycles_without_return"] == 0
 
 
-def test_an_interrupted_squeeze_tells_of_the_cycles_that_ended(artifact: Path) -> None:
+def interrupted(
+    artifact: Path, meanwhile: Callable[[Engine], object]
+) -> tuple[Any, dict[str, Any]]:
+    """A squeeze of three cycles, the last of them broken off in its pressure; what it says.
+
+    Args:
+        meanwhile: Happens before the interrupt.
+    """
     budget = tight_budget(open_engine(artifact), 0.05)
     engine = open_engine(artifact, memory_budget=budget)
     run, steps = SqueezeRun(engine, SHORT), itertools.count()
     step = run._step
 
     def stepping() -> set[str]:
-        if len(run._record.returns) == 2 and next(steps) == SHORT.steady_steps + 2:
-            raise KeyboardInterrupt  # in the middle of the pressure
+        if len(run._ended.returns) == 2 and next(steps) == SHORT.steady_steps + 4:
+            assert engine.status().transitions > run._status_then.transitions
+            meanwhile(engine)
+            raise KeyboardInterrupt
         return step()
 
     run._step = stepping  # type: ignore[method-assign]
     found = run.run()
+    assert not engine.has_work()
     assert (found["interrupted"], found["cycles"]) == (True, 2)
+    return run, found
+
+
+def test_an_interrupted_squeeze_tells_of_the_cycles_that_ended(artifact: Path) -> None:
+    run, found = interrupted(artifact, lambda _: None)
     assert found["equal_before_and_after"] is True
     assert found["pages_leaked"] == found["bytes_over_budget"] == 0
-    assert not engine.has_work()
+    assert found["cycles_without_return"] == 0
+    assert found["broken_by_interrupt"] is None
+    assert found["requests"] == 2 * (SHORT.probes + len(run._long))
+    assert found["released_pages"] * 4096 == found["bytes_released"] > 0
+    # The cycle that was broken off has moved planes, too.
+    assert run._cycle_record.released_pages > 0
+    assert run._engine.status().bytes_released > found["bytes_released"]
+
+
+def test_a_page_that_an_interrupt_loses_is_told(artifact: Path) -> None:
+    _, found = interrupted(artifact, lambda engine: engine._parts.pool.take(1, 0))
+    assert "weight pages in the pool" in found["broken_by_interrupt"]
+    assert found["equal_before_and_after"] is None
+    assert found["released_pages"] * 4096 == found["bytes_released"] > 0
+
+
+def test_keys_and_values_that_an_interrupt_leaves_behind_are_told(artifact: Path) -> None:
+    def forget(engine: Engine) -> None:
+        engine._parts.kv.close = lambda *_, **__: None  # type: ignore[method-assign]
+
+    _, found = interrupted(artifact, forget)
+    assert found["pages_leaked"] > 0
+
+
+def test_planes_that_do_not_come_back_after_an_interrupt_are_told(artifact: Path) -> None:
+    _, found = interrupted(artifact, lambda engine: engine._parts.precision.hold(2))
+    assert found["cycles_without_return"] == 1
+    assert found["equal_before_and_after"] is False
 
 
 def test_an_interrupt_before_the_first_cycle_has_ended_is_one(artifact: Path) -> None:

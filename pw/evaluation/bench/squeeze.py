@@ -14,17 +14,19 @@ moved in them.
 from __future__ import annotations
 
 import bisect
+import itertools
 import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
 from pw.engine import Engine
 from pw.engine.request import EngineStatus, SamplingParams
 from pw.errors import ConfigError, PwError
+from pw.memory.page_table import WeightPageTable
 
 _IDLE_SECONDS = 0.002  # between safe points of an idle engine
 _PROBE = 16  # tokens of a probe's prompt
@@ -51,18 +53,39 @@ class Squeeze:
 
 @dataclass
 class _Record:
-    """What was seen in a run."""
+    """What was seen in one cycle, or in all that have ended."""
 
+    requests: int = 0
     quiet_ms: list[float] = field(default_factory=list)
     moving_ms: list[float] = field(default_factory=list)
     returns: list[float] = field(default_factory=list)  # seconds
     releases: list[float] = field(default_factory=list)  # ms, of calls that freed pages
+    writes: list[float] = field(default_factory=list)  # ms, of the narrower LUTs of releases
     released_pages: int = 0
     lowest_bits: float = 16.0
     most_kv: int = 0
+
+    def add(self, cycle: _Record) -> None:
+        """Take in a cycle that has ended."""
+        self.requests += cycle.requests
+        self.quiet_ms += cycle.quiet_ms
+        self.moving_ms += cycle.moving_ms
+        self.returns += cycle.returns
+        self.releases += cycle.releases
+        self.writes += cycle.writes
+        self.released_pages += cycle.released_pages
+        self.lowest_bits = min(self.lowest_bits, cycle.lowest_bits)
+        self.most_kv = max(self.most_kv, cycle.most_kv)
+
+
+@dataclass
+class _Wrong:
+    """What may not happen, in a cycle that was interrupted neither."""
+
     over_budget: int = 0
     leaked: int = 0
     not_returned: int = 0
+    broken: str | None = None  # what does not hold after an interrupt
 
 
 def tight_budget(engine: Engine, low_watermark: float) -> int:
@@ -92,8 +115,8 @@ class SqueezeRun:
     def __init__(self, engine: Engine, squeeze: Squeeze) -> None:
         self._engine, self._squeeze = engine, squeeze
         self._rng = np.random.default_rng(squeeze.seed)
-        self._record = _Record()
-        self._requests = 0
+        self._cycle_record, self._ended, self._wrong = _Record(), _Record(), _Wrong()
+        self._names = itertools.count(1)
         engine.generate([self._prompt(8)], SamplingParams(temperature=0.0, max_tokens=2))
         self._settle()
         self._start = engine.status()
@@ -103,53 +126,80 @@ class SqueezeRun:
                 "raise --memory-budget, or lower --max-bits",
             )
         self._long = self._long_requests()
+        self._status_then = self._start  # when the last cycle ended
         self._watch_releases()
 
     def run(self, advance: Callable[[int], None] = lambda _: None) -> dict[str, Any]:
-        """All cycles; a summary. After Ctrl-C it is one of the cycles that ended, and says so.
+        """All cycles; a summary.
+
+        After Ctrl-C it says so and is one of the cycles that had ended by then. Only what may not
+        happen is counted in the one that was broken off, too.
 
         Raises:
             KeyboardInterrupt: Before the first has ended.
         """
         probe = self._prompt(_PROBE)
         before = self._score(probe)
-        started, interrupted = time.perf_counter(), False
+        started, seconds, interrupted = time.perf_counter(), 0.0, False
         try:
             for number in range(self._squeeze.cycles):
-                if number and time.perf_counter() - started > self._squeeze.seconds:
+                if number and seconds > self._squeeze.seconds:
                     break
                 self._cycle()
+                seconds = time.perf_counter() - started
                 advance(1)
         except KeyboardInterrupt:
-            if not self._record.returns:
+            if not self._ended.returns:
                 raise
             interrupted = True
             self._drop_all()
-        seconds = time.perf_counter() - started
-        after = self._score(probe)
+        equal = None if self._wrong.broken else before == self._score(probe)
         figures = {"seconds": seconds, "interrupted": interrupted}
-        return figures | self._summary(equal=before == after)
+        return figures | self._summary(equal)
 
     def _drop_all(self) -> None:
-        """Drop the requests of a cycle that does not go on, and let planes come back."""
+        """Drop the requests of a cycle that does not go on, and look at what that has left.
+
+        The interrupt may have come in the middle of a step: figures outlive books that it broke.
+        """
         for name in list(self._engine._sequences):
             self._engine.abort(name)
-        self._settle()
+        try:
+            self._rest()
+        except AssertionError as error:
+            self._wrong.broken = str(error)
 
     def _watch_releases(self) -> None:
-        """Time what gives planes up. Its caller takes the pages in the same step, or preempts."""
-        precision: Any = self._engine._parts.precision
-        release, record = precision.release, self._record
+        """Time what gives planes up, and the narrower LUTs that are written before the next step.
 
-        def timed(*arguments: Any, **options: Any) -> int:
+        The caller of a release takes the pages in the same step, or preempts.
+        """
+        precision, table = (
+            cast("Any", part) for part in (self._engine._parts.precision, self._table)
+        )
+        release, publish = precision.release, table.publish
+
+        def timed_release(*arguments: Any, **options: Any) -> int:
             started = time.perf_counter()
             pages: int = release(*arguments, **options)
             if pages > 0:
-                record.releases.append((time.perf_counter() - started) * 1e3)
-                record.released_pages += pages
+                self._cycle_record.releases.append((time.perf_counter() - started) * 1e3)
+                self._cycle_record.released_pages += pages
             return pages
 
-        precision.release = timed
+        def timed_publish() -> None:
+            narrowed, started = bool(table._narrowed), time.perf_counter()
+            publish()
+            if narrowed:
+                self._cycle_record.writes.append((time.perf_counter() - started) * 1e3)
+
+        precision.release, table.publish = timed_release, timed_publish
+
+    @property
+    def _table(self) -> WeightPageTable:
+        table = self._engine._parts.table
+        assert table is not None  # the policy is adaptive
+        return table
 
     # -- the parts of a cycle ----------------------------------------------------------------
 
@@ -166,15 +216,30 @@ class SqueezeRun:
             self._step()
         for name in probes:
             engine.abort(name)
+        self._cycle_record.returns.append(self._rest())
+        self._ended.add(self._cycle_record)
+        self._cycle_record, self._status_then = _Record(), engine.status()
+
+    def _rest(self) -> float:
+        """Nothing runs: wait for the planes and hold the books against the start's.
+
+        Returns:
+            Seconds until all planes were back.
+
+        Raises:
+            AssertionError: An invariant of the engine does not hold.
+        """
+        engine, start, wrong = self._engine, self._start, self._wrong
         engine.check_integrity()
-        self._record.returns.append(self._settle())
+        seconds = self._settle()
         now = engine.status()
-        self._record.leaked += self._start.pages_free - now.pages_free + now.pages_kv
-        self._record.not_returned += now.mean_bits != self._start.mean_bits
+        wrong.leaked += start.pages_free - now.pages_free + now.pages_kv
+        wrong.not_returned += now.mean_bits != start.mean_bits
+        return seconds
 
     def _step(self) -> set[str]:
         """One step, timed; requests that ended in it."""
-        engine, record = self._engine, self._record
+        engine, record = self._engine, self._cycle_record
         before = engine.status()
         started = time.perf_counter()
         outputs = engine.step()
@@ -189,9 +254,8 @@ class SqueezeRun:
             (record.moving_ms if moved else record.quiet_ms).append(elapsed)
         record.lowest_bits = min(record.lowest_bits, after.mean_bits)
         record.most_kv = max(record.most_kv, after.pages_kv)
-        record.over_budget = max(
-            record.over_budget, after.bytes_over_budget, after.bytes.total - after.bytes.budget
-        )
+        over = max(after.bytes_over_budget, after.bytes.total - after.bytes.budget)
+        self._wrong.over_budget = max(self._wrong.over_budget, over)
         return {output.request_id for output in outputs if output.finish_reason is not None}
 
     def _settle(self) -> float:
@@ -239,8 +303,7 @@ class SqueezeRun:
     def _room_at_most(self) -> int:
         """Pages for long requests beside the narrowest experts and what the probes grow to."""
         engine, squeeze, status = self._engine, self._squeeze, self._start
-        table, config = engine._parts.table, engine._config
-        assert table is not None
+        table, config = self._table, engine._config
         least = table.cost_bytes()[:, (config.min_bits or table.min_bits) - table.min_bits]
         given_up = status.pages_weights - int(least.sum()) // status.page_bytes
         steps = squeeze.steady_steps + squeeze.output_len + squeeze.ease_steps + _PROMPT_STEPS
@@ -249,8 +312,8 @@ class SqueezeRun:
         return status.pages_free + given_up - probes - low
 
     def _add(self, prompt: list[int], tokens: int) -> str:
-        self._requests += 1
-        name = f"squeeze-{self._requests}"
+        self._cycle_record.requests += 1
+        name = f"squeeze-{next(self._names)}"
         params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
         self._engine.add_request(name, prompt, params)
         return name
@@ -270,30 +333,32 @@ class SqueezeRun:
 
     # -- the end -------------------------------------------------------------------------------
 
-    def _summary(self, *, equal: bool) -> dict[str, Any]:
-        record, status = self._record, self._engine.status()
+    def _summary(self, equal: bool | None) -> dict[str, Any]:
+        ended, wrong, status = self._ended, self._wrong, self._status_then
         return {
-            "cycles": len(record.returns),
-            "requests": self._requests,
+            "cycles": len(ended.returns),
+            "requests": ended.requests,
             "long_prompts": self._long,
-            "bytes_over_budget": record.over_budget,
-            "pages_leaked": record.leaked,
-            "cycles_without_return": record.not_returned,
+            "bytes_over_budget": wrong.over_budget,
+            "pages_leaked": wrong.leaked,
+            "cycles_without_return": wrong.not_returned,
+            "broken_by_interrupt": wrong.broken,
             "equal_before_and_after": equal,
             "most_bits": self._start.mean_bits,
-            "lowest_bits": record.lowest_bits,
-            "kv_bytes_at_most": record.most_kv * status.page_bytes,
+            "lowest_bits": ended.lowest_bits,
+            "kv_bytes_at_most": ended.most_kv * status.page_bytes,
             "preemptions": status.preemptions - self._start.preemptions,
-            "transfer_failures": status.transfer_failures,
+            "transfer_failures": self._engine.status().transfer_failures,
             **_moved(self._start, status),
-            "releases": len(record.releases),
-            "released_pages": record.released_pages,
-            **_distribution("release", record.releases),
+            "releases": len(ended.releases),
+            "released_pages": ended.released_pages,
+            **_distribution("release", ended.releases),
+            **_distribution("release_write", ended.writes),
             "raise_to_commit_mean_ms": _per_move(self._start, status),
-            "return_seconds_median": float(np.median(record.returns)),
-            "return_seconds_most": max(record.returns),
-            **_steps("quiet", record.quiet_ms),
-            **_steps("moving", record.moving_ms),
+            "return_seconds_median": float(np.median(ended.returns)),
+            "return_seconds_most": max(ended.returns),
+            **_steps("quiet", ended.quiet_ms),
+            **_steps("moving", ended.moving_ms),
             "bytes": status.bytes,
             "bytes_total": status.bytes.total,
         }
