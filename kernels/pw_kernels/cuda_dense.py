@@ -19,6 +19,7 @@ from torch import Tensor
 from pw_kernels.cuda_moe import MOST_EXPERTS
 from pw_kernels.cuda_routing import KINDS, combine, route
 from pw_kernels.reference import Activation
+from pw_kernels.slots import Choice
 from pw_kernels.triton_grouped import grouped_kernel
 
 _MANY_SLOTS = 24  # of an expert on average: from here tiles are those of prompts
@@ -73,8 +74,8 @@ def fits(x: Tensor, gate_up: Tensor, down: Tensor, activation: Activation) -> bo
 
 def dense_moe(
     x: Tensor,
-    topk_ids: Tensor,
-    topk_weights: Tensor,
+    topk_ids: Tensor | Choice,
+    topk_weights: Tensor | None,
     gate_up: Tensor,
     down: Tensor,
     *,

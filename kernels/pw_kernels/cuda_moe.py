@@ -31,7 +31,7 @@ from pw_kernels.cuda_routing import (
     shape_constants,
 )
 from pw_kernels.pages import WeightPages
-from pw_kernels.slots import SlotResults
+from pw_kernels.slots import Choice, SlotResults, chosen
 
 PROMPT_SLOTS = 200  # of each expert, on average: from here blocks are expanded once for all of them
 MOST_EXPERTS = 1024  # one thread of `route` each
@@ -135,8 +135,8 @@ def choose_plan(slots: int, experts: int, shared_bytes: int = _ROOMY, narrow: bo
 
 def fused_moe(
     x: Tensor,
-    topk_ids: Tensor,
-    topk_weights: Tensor,
+    topk_ids: Tensor | Choice,
+    topk_weights: Tensor | None,
     arena: Tensor,
     gate_up: WeightPages,
     down: WeightPages,
@@ -153,8 +153,9 @@ def fused_moe(
     """As `reference.fused_moe`, for calls that `fits` takes; hidden is rounded to x's dtype.
 
     To `statistics`, [2, E] fp32, the router weights of each expert and their squares are added in
-    the same pass, in fixed point. Tokens from live[0] on, an int32 on the device, are padding.
-    `plan` overrides `choose_plan`. Without `summed`, a batch that is no prompt gives its slots.
+    the same pass, in fixed point. A `Choice` has its weights with it. Tokens from live[0] on, an
+    int32 on the device, are padding. `plan` overrides `choose_plan`. Without `summed`, a batch that
+    is no prompt gives its slots.
     """
     tokens, top_k = topk_ids.shape
     count, experts, device = tokens * top_k, gate_up.spread, x.device
@@ -178,7 +179,7 @@ def fused_moe(
     direct = plan.direct and tokens == 1
     modules = (gate_up, down)
     if direct:
-        routed = _unlisted(topk_ids, topk_weights, gate_up, live)
+        routed = _unlisted(*chosen(topk_ids, topk_weights), gate_up, live)
     else:
         routed = route(
             topk_ids, topk_weights, modules, _MMA_TOKENS * plan.token_tiles, plan.classes[0][1],

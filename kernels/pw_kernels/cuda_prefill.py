@@ -27,6 +27,7 @@ from pw_kernels.cuda_routing import (
     shape_constants,
 )
 from pw_kernels.pages import WeightPages
+from pw_kernels.slots import Choice
 from pw_kernels.triton_grouped import grouped_kernel
 
 SCRATCH_BYTES = 256 << 20
@@ -37,8 +38,8 @@ _SPLIT = 4
 
 def fused_moe(
     x: Tensor,
-    topk_ids: Tensor,
-    topk_weights: Tensor,
+    topk_ids: Tensor | Choice,
+    topk_weights: Tensor | None,
     arena: Tensor,
     gate_up: WeightPages,
     down: WeightPages,

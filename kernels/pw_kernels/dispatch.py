@@ -67,8 +67,8 @@ def fused_moe(
     take no observer. To `statistics`, [2, E] fp32, the router weights that each expert received
     and their squares are added: on CUDA in the pass that groups the tokens, without a wait.
     Rows of x from live[0] on ([1] int32, on the device) are padding: no expert reads them, they are
-    not counted and their result is zero. Not `summed`: as `fused_moe_slots`. What is not chosen
-    yet (`Choice`) is by the kernels.
+    not counted and their result is zero. Not `summed`: as `fused_moe_slots`. Experts may be a
+    `Choice`, without weights: the launch that lists the tokens of each makes it, or the call does.
 
     Raises:
         ValueError: The named backend cannot take these arguments, or is not installed.
@@ -90,9 +90,9 @@ def fused_moe(
         extra["statistics"] = statistics
     if name == "cuda":
         extra |= {"live": live, "summed": summed}
-    if name != "cuda" or len(x) == 1:  # a single token needs no lists
+    else:
         ids, topk_weights = chosen(topk_ids, topk_weights)
-        if name != "cuda" and live is not None:
+        if live is not None:
             ids = reference.only_live(ids, live)
         if name not in _COUNTING and statistics is not None:
             reference.count_routing(statistics, ids, topk_weights)

@@ -9,6 +9,7 @@ import torch
 
 from pw_kernels import dispatch, reference, testing
 from pw_kernels.pages import WeightPages
+from pw_kernels.slots import Choice
 
 nvrtc = pytest.importorskip(
     "pw_kernels.nvrtc", reason="needs cuda-bindings, as torch's CUDA builds"
@@ -108,6 +109,29 @@ def test_few_blocks_of_many_columns_get_more_warps(
     plan = cuda_moe.choose_plan(2, 8)
     found = cuda_moe._split(plan, plan.low, range(2, 9), blocks, col_tiles, 0)
     assert (found.split, found.split * found.blocks) == (split, 8)
+
+
+@pytest.mark.parametrize("direct", [False, True])
+def test_a_choice_of_a_single_token_is_made_before_its_experts_run(
+    direct: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order: list[str] = []
+    monkeypatch.setattr(cuda_moe, "_launch_classes", lambda *_: order.append("experts"))
+
+    def launch(lists: object, size: int) -> None:
+        order.append("choice alone" if lists is None else f"choice and lists of {size}")
+
+    arena = testing.ScatteredArena(60, 4096)
+    pages = [testing.random_blocks(arena, *shape, [2, 3]) for shape in ((64, 32), (32, 32))]
+    ids, weights = torch.zeros(1, 1, dtype=torch.int64), torch.ones(1, 1)
+    plan = cuda_moe.Plan(1, cuda_moe.Tuning(4, 2), None, direct=direct)
+    found = cuda_moe.fused_moe(
+        torch.zeros(1, 32, dtype=torch.bfloat16), Choice(ids, weights, 2, launch), None, arena.data,
+        *pages, lut_dtype=torch.bfloat16, activation="silu", plan=plan, summed=False,
+    )  # fmt: skip
+    made = "choice alone" if direct else "choice and lists of 8"
+    assert order == [made, "experts", "experts"]
+    assert found.ids is ids
 
 
 def place(pages: WeightPages) -> WeightPages:
