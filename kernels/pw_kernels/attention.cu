@@ -102,7 +102,7 @@ struct Deal {
 
 // All items: those of a token follow each other, and the heads of a part.
 struct Work {
-  int *before, *position, *sequence, *length;                   // [T + 1], [T], [T]; -1: of no sequence; [T] keys of a part
+  int *before, *position, *sequence, *length;                   // [T + 1], [T], [T]; -1: sees no key; [T] keys of a part
   int total;
   DI int low(const Arguments& a, int token) const { return WINDOW ? max(0, position[token] + 1 - a.window) : 0; }
   DI int parts(int token) const { return before[token + 1] - before[token]; }
@@ -121,8 +121,9 @@ struct Work {
         int middle = (first + end) / 2;
         if (starts[middle] <= token) first = middle; else end = middle;
       }
-      bool there = token < starts[a.sequences];
-      position[token] = there ? lengths[first] - starts[first + 1] + token : 0;
+      int at = lengths[first] - starts[first + 1] + token;
+      bool there = token < starts[a.sequences] && at >= 0;      // with a key to see
+      position[token] = there ? at : 0;
       sequence[token] = there ? first : -1;
       int keys = position[token] + 1 - low(a, token);
       int wanted = max(1, max((keys + PART / 2) / PART, min(LEAST, (keys + SHORTEST / 2) / SHORTEST)));
@@ -319,7 +320,7 @@ DI void merge_together(const Arguments& a, const Shared& shared, const Part& par
   }
 }
 
-// Waits for the launch before; queries of no sequence get zeros.
+// Waits for the launch before; queries that see no key get zeros.
 DI void begin(const Arguments& a, const Work& work) {
   wait_for_earlier();
   for (int token = blockIdx.x; token < a.tokens; token += gridDim.x)

@@ -130,6 +130,23 @@ def test_plans_of_devices_with_less_room(
     assert (found.float() - want.float()).norm() <= 5e-3 * want.float().norm()
 
 
+@pytest.mark.parametrize(("lengths", "queries"), [([40, 0], [1, 1]), ([0, 33, 1], [2, 1, 40])])
+@pytest.mark.parametrize("options", [{}, {"window": 20}])
+def test_queries_before_the_first_key_get_zeros(
+    tmp_path: Path, lengths: list[int], queries: list[int], options: dict[str, Any]
+) -> None:
+    case = Case(lengths, queries, 2, 1, 128)
+    found = case.run(case.compile(tmp_path, **options), **options)
+    token, seen = 0, []
+    for length, new in zip(lengths, queries, strict=True):
+        seen += range(token + max(0, new - length), token + new)
+        token += new
+    unseen = [row for row in range(len(found)) if row not in seen]
+    assert not found[unseen].any()
+    want = case.expected(**options)[seen]
+    assert (found[seen].float() - want.float()).norm() <= 5e-3 * want.float().norm()
+
+
 def test_who_takes_a_part_does_not_matter(tmp_path: Path) -> None:
     case = Case([251, 100], [1, 1], 2, 2, 64)
     library = case.compile(tmp_path)
