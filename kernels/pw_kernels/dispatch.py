@@ -163,6 +163,11 @@ def paged_attention(
 ) -> Tensor:
     """Causal attention over paged keys and values; arguments as in `reference.paged_attention`.
 
+    Lengths, starts and tables may be read before the launch ahead of this one has ended: between
+    what writes them and this call there is a launch that waits for all before it to end, as torch's
+    do (not `overlap` of `nvrtc.Kernel.launch`), or the start of a graph. Queries, keys and values
+    may be written by the launch just ahead.
+
     `counters` are from `attention_counters`, of a caller whose calls follow each other on the
     device; without them a decode step costs one more launch for each layer.
 
