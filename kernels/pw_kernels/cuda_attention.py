@@ -97,11 +97,12 @@ def paged_attention(
     """
     tokens, heads, size = q.shape
     page_tokens, kv_heads = k_pages.shape[1:3]
-    if block_tables.stride(1) != 1:
+    dense = block_tables.stride(1) == 1 and query_start.is_contiguous() and seq_lens.is_contiguous()
+    if not dense:  # copies, which the launch must wait for
         block_tables = block_tables.contiguous()
-    query_start, seq_lens = query_start.contiguous(), seq_lens.contiguous()
+        query_start, seq_lens = query_start.contiguous(), seq_lens.contiguous()
     out = q.new_empty(q.shape)
-    index = torch.cuda.current_device() if q.device.index is None else q.device.index
+    index = nvrtc.index_of(q.device)
     if plan is None:
         plan = choose_plan(tokens, heads, kv_heads, size, nvrtc.shared_bytes(index))
     context = block_tables.shape[1] * page_tokens
@@ -130,7 +131,7 @@ def paged_attention(
     places = nvrtc.device_attribute("MULTIPROCESSOR_COUNT", index)
     nvrtc.kernel("attention.cu", "attention", tuple(defines.items()), index).launch(
         (min(places, tokens * defines["HEADS"] * parts), 1), threads_of(defines),
-        shared_bytes(defines, tokens), arguments, overlap=True,
+        shared_bytes(defines, tokens), arguments, overlap=dense,
     )  # fmt: skip
     return out
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -75,6 +76,35 @@ def test_plans_of_an_h200_are_those_that_were_measured() -> None:
             plan = choose_plan(tokens, group * kv_heads, kv_heads, size, 227 << 10)
             assert plan == Plan(warps=8, units=4, part=1024, least=max(1, 132 // rows))
             assert plan == choose_plan(tokens, group * kv_heads, kv_heads, size)
+
+
+@pytest.mark.parametrize("strided", [None, "tables", "starts", "lengths"])
+def test_a_launch_does_not_overlap_with_copies_of_what_it_reads_before_its_wait(
+    monkeypatch: pytest.MonkeyPatch, strided: str | None
+) -> None:
+    overlaps = []
+
+    class Launched:
+        def launch(self, *_: Any, overlap: bool) -> None:
+            overlaps.append(overlap)
+
+    monkeypatch.setattr(nvrtc, "kernel", lambda *_: Launched())
+    monkeypatch.setattr(nvrtc, "shared_bytes", lambda _: 227 << 10)
+    monkeypatch.setattr(nvrtc, "device_attribute", lambda *_: 132)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    read = {
+        "tables": torch.zeros(2, 3, 8, dtype=torch.int32)[:, 1],  # rows need not be dense
+        "starts": torch.tensor([0, 1, 2], dtype=torch.int32),
+        "lengths": torch.tensor([5, 9], dtype=torch.int32),
+    }
+    if strided is not None:
+        read[strided] = torch.stack([read[strided]] * 2, -1)[..., 0]
+    pages = torch.zeros(4, 2, 16, 2, 64, dtype=torch.bfloat16)
+    cuda_attention.paged_attention(
+        torch.zeros(2, 4, 64, dtype=torch.bfloat16), pages[:, 0], pages[:, 1], *read.values(),
+        scale=0.1, counters=torch.zeros(8, dtype=torch.int32),
+    )  # fmt: skip
+    assert overlaps == [strided is None]
 
 
 def test_workspace_grows_with_the_batch() -> None:
