@@ -21,47 +21,62 @@ def feature_count(hidden_size: int) -> int:
 class FeatureSums:
     """Sums over the tokens of a prompt at L layers, from which its features follow.
 
-    Nothing here waits for the device. A pass over a short prompt takes as long as the host needs to
-    launch it: so a layer has three launches of it, and what else is to be summed comes at the end.
+    A pass over a chunk adds layer after layer, from the first to the last, which takes the pass in.
+    Of one that breaks in between nothing is left once the next begins. Nothing here waits for the
+    device. A pass over a short prompt takes as long as the host needs to launch it: so a layer has
+    three launches of it, and what else is to be summed comes at the end.
     """
 
     def __init__(self, layers: int, hidden_size: int, device: torch.device | str = "cpu") -> None:
-        self._tokens = [0] * layers
+        self._tokens = 0
         self._hidden = torch.zeros(layers, hidden_size, dtype=torch.float64, device=device)
         self._norms = torch.zeros(layers, 2, dtype=torch.float64, device=device)  # and squares
         self._largest = torch.zeros(layers, dtype=torch.float32, device=device)
-        self._pass: list[Tensor | None] = [None] * layers  # token norms [T] of the pass in hand
+        self._pass_hidden = torch.empty_like(self._hidden)  # of the pass in hand
+        self._pass_norms: list[Tensor] = []  # of its tokens [T], by layer
 
     def add(self, layer: int, hidden: Tensor) -> None:
-        """Take in a chunk of hidden states [T, H], any float dtype; the same T at all layers."""
+        """Take in a chunk of hidden states [T, H], any float dtype.
+
+        Raises:
+            ValueError: Not the next layer, nor the first; or another T than at the first.
+        """
         if not hidden.shape[0]:
             return
-        self._tokens[layer] += hidden.shape[0]
-        self._hidden[layer] += hidden.sum(0, dtype=torch.float64)
-        self._pass[layer] = torch.linalg.vector_norm(hidden, dim=1, dtype=torch.float32)
-        norms = [its for its in self._pass if its is not None]
-        if len(norms) == len(self._pass):
-            self._take(torch.stack(norms))
+        if layer == 0:
+            self._pass_norms = []
+        before = self._pass_norms
+        if layer != len(before) or any(len(norms) != len(hidden) for norms in before[:1]):
+            raise ValueError(
+                f"layer {layer} of {len(hidden)} tokens after {len(before)} layers of "
+                f"{len(before[0]) if before else 0}"
+            )
+        self._pass_hidden[layer] = hidden.sum(0, dtype=torch.float64)
+        before.append(torch.linalg.vector_norm(hidden, dim=1, dtype=torch.float32))
+        if len(before) == len(self._hidden):
+            self._take(torch.stack(before))
 
     def _take(self, norms: Tensor) -> None:
-        """Add the token norms [L, T] of a pass."""
+        """Add a pass: its token norms [L, T], and what it summed."""
         wide = norms.double()
+        self._tokens += norms.shape[1]
+        self._hidden += self._pass_hidden
         self._norms += torch.stack((wide.sum(1), wide.square().sum(1)), 1)
         torch.maximum(self._largest, norms.amax(1), out=self._largest)
-        self._pass = [None] * len(self._pass)
+        self._pass_norms = []
 
     def features(self) -> Tensor:
         """Features [L, 3 + H] float32 of all tokens so far.
 
         Raises:
-            ValueError: No token was added, or not at all layers.
+            ValueError: No token was added, or the last ones not at all layers.
         """
-        tokens = self._tokens[0]
-        if not tokens or any(count != tokens for count in self._tokens):
-            raise ValueError(f"no features of a prompt with these tokens by layer: {self._tokens}")
-        mean, square = (self._norms / tokens).unbind(1)
+        if not self._tokens or self._pass_norms:
+            layers = f"{len(self._pass_norms)} of {len(self._hidden)} layers of a pass in hand"
+            raise ValueError(f"no features of {self._tokens} tokens and {layers}")
+        mean, square = (self._norms / self._tokens).unbind(1)
         logs = torch.stack((mean, square.sqrt(), self._largest.double()), 1).clamp_min(_FLOOR).log()
-        return torch.cat((logs, self._hidden / tokens), 1).float()
+        return torch.cat((logs, self._hidden / self._tokens), 1).float()
 
 
 def prompt_features(hidden: Tensor) -> Tensor:

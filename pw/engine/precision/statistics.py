@@ -38,7 +38,7 @@ def statistics_bytes(mode: str, geometry: ExpertGeometry) -> int:
     """Device bytes of one prompt's statistics for a residual that is settled, not auto."""
     layers, hidden = len(geometry.layers), geometry.gate_up.cols
     if mode == "learned":
-        return layers * 8 * (hidden + 4)
+        return layers * 8 * (2 * hidden + 3)
     if mode == "exact":
         return layers * geometry.experts * 4 * (hidden + geometry.down.cols)
     return 0
