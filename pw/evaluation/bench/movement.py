@@ -165,15 +165,18 @@ class Steps:
         _tell("batch {}, turn {}: {} moving and {} quiet steps".format(self._batch, turn, *counts))
 
     def _in_turn(self, steps: int) -> None:
-        """Quiet steps that are launched when the last has been read."""
+        """Quiet steps that are launched when the last has been read; whole ones are noted."""
         launcher = self._engine._launcher
         overlaps, launcher._overlaps = launcher._overlaps, False
-        for number in range(steps):
-            started = time.perf_counter()
-            self._engine.step()
-            if number:  # the first was on its way
-                self.in_turn.append((time.perf_counter() - started) * 1e3)
-        launcher._overlaps = overlaps
+        try:
+            for number in range(steps):
+                started = time.perf_counter()
+                outputs = self._engine.step()
+                elapsed = (time.perf_counter() - started) * 1e3
+                if served(outputs) == self._batch and number:  # the first was on its way
+                    self.in_turn.append(elapsed)
+        finally:
+            launcher._overlaps = overlaps
 
     @property
     def _all_back(self) -> bool:
@@ -186,11 +189,11 @@ class Steps:
         return mover is not None and mover.pending > 0
 
     def _until(self, reached: Callable[[], bool], most: int) -> int:
-        """Steps that are not looked at; how many."""
+        """Steps that are not timed; how many."""
         for number in range(most):
             if reached() or not self._engine.has_work():
                 return number
-            self._engine.step()
+            served(self._engine.step())  # raises where a request has failed
         return most
 
     def _spell(self, *, moving: bool) -> int:
