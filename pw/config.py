@@ -10,6 +10,7 @@ from pw.errors import ConfigError
 
 WIDTHS = range(2, 9)  # widths a LUT can have
 LEAST_PAGE = 4096  # bytes
+LEAST_STEP_TOKENS = 512  # of a step, where their number is not given
 _MOST_BYTES = 1 << 60  # what is more is a slip of the pen, and no 64-bit number holds its sums
 _SUFFIX = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 
@@ -257,12 +258,13 @@ class EngineConfig:
     planner: PlannerConfig = field(default_factory=PlannerConfig)
 
     def step_tokens(self, device_type: str) -> int:
-        """Tokens in one step at most. On a GPU a short step takes as long as the host needs to
-        launch it: 512 tokens of a prompt 30 ms in the shape of Qwen1.5-MoE, 2,048 of them 51.
+        """Tokens in one step at most, where the budget holds them. On a GPU a short step takes as
+        long as the host needs to launch it: 512 tokens of a prompt 30 ms in the shape of
+        Qwen1.5-MoE, 2,048 of them 51.
         """
         if self.max_num_batched_tokens is not None:
             return self.max_num_batched_tokens
-        return 2048 if device_type == "cuda" else 512
+        return 2048 if device_type == "cuda" else LEAST_STEP_TOKENS
 
     def __post_init__(self) -> None:
         self._check_ranks()

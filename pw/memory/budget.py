@@ -64,7 +64,8 @@ class Demand:
     dense: int  # bytes of weights that are never quantized
     experts_dense: int  # bytes of unquantized experts; their planes are then not loaded
     workspace: int  # scratch of a step, whatever the length of its sequences
-    context_scratch: Callable[[int], int]  # ... and with so many tokens in the longest sequence
+    # ... and with so many tokens in the longest sequence: steps, too, are short where it is
+    context_scratch: Callable[[int], int]
     least_bits: NDArray[np.int64]  # [n] narrowest widths that the policy can reach, by block index
     most_bits: NDArray[np.int64]  # [n] widest
     stored_bits: tuple[int, int]  # least and most bits in the artifact

@@ -69,7 +69,7 @@ def demand_of(
         sampled=sampled_rows(skeleton.device),
     )
     chunk = config.step_tokens(skeleton.device.type)
-    workspace = of_step(tokens=chunk)
+    workspace = 0
     if decodes_in_graphs(config, skeleton.device):  # they keep what their steps take
         workspace += of_step(tokens=config.max_num_seqs) + mirror.STAGING_BYTES
     if config.policy.kind in ("adaptive", "replay"):
@@ -80,6 +80,13 @@ def demand_of(
         workspace += CHUNK_BYTES + arena.STAGING_BYTES + mirror.STAGING_BYTES
         workspace += attention_counters_bytes(skeleton.device)  # the KV cache keeps them
         workspace += peers.own_bytes(config.tensor_parallel_size)
+
+    def scratch(context: int) -> int:
+        tokens = min(chunk, config.max_num_seqs * context)
+        return of_step(tokens=tokens) + _attention_scratch(
+            skeleton, kv_dtype, config, tokens, context
+        )
+
     return Demand(
         geometry=source.geometry,
         kv=skeleton.kv,
@@ -87,7 +94,7 @@ def demand_of(
         dense=skeleton.dense_bytes,
         experts_dense=sum(t.numel() * t.element_size() for pair in dense or () for t in pair),
         workspace=workspace,
-        context_scratch=partial(_attention_scratch, skeleton, kv_dtype, config),
+        context_scratch=scratch,
         least_bits=low,
         most_bits=high,
         stored_bits=(source.min_bits, source.max_bits),
@@ -100,11 +107,13 @@ def demand_of(
 
 
 def _attention_scratch(
-    skeleton: Skeleton, dtype: torch.dtype, config: EngineConfig, context: int
+    skeleton: Skeleton, dtype: torch.dtype, config: EngineConfig, most: int, context: int
 ) -> int:
-    """Bytes of scratch that attention over a context takes in the layer that takes most."""
+    """Bytes of scratch that attention of steps of up to `most` tokens over a context takes in the
+    layer that takes most.
+    """
     shapes = {(layer.kv_heads, layer.k_dim, layer.v_dim) for layer in skeleton.kv.layers}
-    steps = [config.step_tokens(skeleton.device.type)]
+    steps = [most]
     if decodes_in_graphs(config, skeleton.device):
         steps.append(config.max_num_seqs)
     return sum(

@@ -12,11 +12,12 @@ import torch
 from pw.config import EngineConfig
 from pw.engine.parallel.seat import Seat
 from pw.engine.precision.quality import settle_residual
-from pw.engine.start.demand import budget_of, demand_of
+from pw.engine.start.demand import budget_of
 from pw.engine.start.sources import Loaded, load
+from pw.engine.start.steps import settle_steps
 from pw.errors import ConfigError
 from pw.memory.arena import Arena
-from pw.memory.budget import Demand, MemoryPlan, plan_memory
+from pw.memory.budget import Demand, MemoryPlan
 from pw.memory.host_store import HostPlaneStore
 from pw.memory.kv_cache import KvCache
 from pw.memory.mover import READERS
@@ -27,7 +28,7 @@ from pw.memory.pool import PagePool
 class Ground:
     """A loaded model without its experts, and the memory for all that comes."""
 
-    config: EngineConfig  # with nothing left automatic that the artifact decides
+    config: EngineConfig  # with nothing left automatic that the artifact or the budget decides
     loaded: Loaded
     demand: Demand
     memory: MemoryPlan
@@ -97,8 +98,7 @@ def lay_ground(
         loaded = seat.shared(loaded)
     config = settle_residual(loaded.source, config)
     skeleton = loaded.skeleton
-    demand = demand_of(loaded.source, skeleton, config, loaded.dense)
-    memory = plan_memory(agree(budget), demand)
+    config, demand, memory = settle_steps(loaded, config, agree(budget))
     arena = Arena(memory.num_pages, memory.page_bytes, device)
     pool = make_pool(memory.num_pages)
     kv = KvCache(
@@ -109,7 +109,7 @@ def lay_ground(
         config.max_num_seqs,
         memory.max_model_len,
         loaded.source.geometry.blocks,
-        chunk_tokens=config.step_tokens(device.type),
+        chunk_tokens=min(demand.chunk_tokens, config.max_num_seqs * memory.max_model_len),
         prefix_rule=config.prefix_cache_precision if config.enable_prefix_caching else None,
     )
     return Ground(config, loaded, demand, memory, arena, pool, kv)
