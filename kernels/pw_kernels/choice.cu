@@ -6,19 +6,9 @@
 //   LISTS         1: one block, which makes the lists of the experts' launches, too: TOKENS as in lists.cuh; 0: a block a token
 //   THREADS       of a block; as many as experts, if LISTS
 
-#include "common.cuh"
+#include "loads.cuh"
 #include "choice.cuh"
-#if LISTS
 #include "lists.cuh"
-#else
-struct Routing { char nothing; };
-#endif
-
-DI u16 load_number(const u16* p) {
-  u16 v;
-  asm volatile("ld.global.cg.u16 %0,[%1];" : "=h"(v) : "l"(p) : "memory");
-  return v;
-}
 
 struct Arguments {
   const u16* logits;    // [tokens, row]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from pw_kernels import nvrtc
-from pw_kernels.cuda_routing import Lists
+from pw_kernels.cuda_routing import Lists, kernel
 from pw_kernels.slots import Choice
 from pw_kernels.step import Routing
 
@@ -56,7 +56,7 @@ class Logits(ctypes.Structure):
 
 
 class Nothing(ctypes.Structure):
-    """`Routing` of router.cu without lists."""
+    """`Routing` of lists.cuh without lists."""
 
     _fields_ = (("nothing", ctypes.c_char),)
 
@@ -87,7 +87,7 @@ def _has_room(x: Tensor, weight: Tensor, first: int, routing: Routing) -> bool:
     """Whether a block has a thread for each expert, and the device shared memory for a block."""
     shape = (weight.shape[0], weight.shape[1])
     constants = constants_of(shape, x.dtype, first, len(x), routing, size=1)
-    room = nvrtc.shared_bytes(_index(x)) - _TALLY_BYTES
+    room = nvrtc.shared_bytes(nvrtc.index_of(x.device)) - _TALLY_BYTES
     return _threads(constants) >= len(routing.weight) and shared_bytes(constants) <= room
 
 
@@ -170,8 +170,7 @@ def choose(logits: Tensor, routing: Routing) -> Choice:
             routing.scale,
         )  # fmt: skip
         constants = logits_constants(logits.dtype, len(logits), routing, size)
-        kernel = nvrtc.kernel("choice.cu", "choose", tuple(constants.items()), _index(logits))
-        kernel.launch(
+        kernel("choice.cu", "choose", constants, logits.device).launch(
             (1 if size else len(logits),), constants["THREADS"], 0, arguments,
             Nothing() if lists is None else lists, overlap=True,
         )  # fmt: skip
@@ -189,10 +188,6 @@ def _room(like: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
     return ids, weights
 
 
-def _index(x: Tensor) -> int:
-    return torch.cuda.current_device() if x.device.index is None else x.device.index
-
-
 def choice(x: Tensor, weight: Tensor, first: int, routing: Routing) -> tuple[Choice, Tensor]:
     """See `routers.choice`."""
     others = x.new_empty(len(x), first)
@@ -205,8 +200,7 @@ def choice(x: Tensor, weight: Tensor, first: int, routing: Routing) -> tuple[Cho
             weights.data_ptr(), len(x), x.stride(0), routing.scale,
         )  # fmt: skip
         constants = constants_of(shape, x.dtype, first, len(x), routing, size)
-        kernel = nvrtc.kernel("router.cu", "router", tuple(constants.items()), _index(x))
-        kernel.launch(
+        kernel("router.cu", "router", constants, x.device).launch(
             (CLUSTER,), _threads(constants), shared_bytes(constants),
             arguments, Nothing() if lists is None else lists, overlap=True,
         )  # fmt: skip

@@ -195,5 +195,4 @@ def kernel(
     source: str, name: str, defines: Mapping[str, nvrtc.Define], device: torch.device
 ) -> nvrtc.Kernel:
     """A kernel with these macros for a device, compiled once."""
-    index = torch.cuda.current_device() if device.index is None else device.index
-    return nvrtc.kernel(source, name, tuple(defines.items()), index)
+    return nvrtc.kernel(source, name, tuple(defines.items()), nvrtc.index_of(device))

@@ -1,8 +1,11 @@
 // Which tokens an expert has: the slots of each expert in groups, work lists for both modules by class of width, those of a
 // width in no order, and routing statistics in fixed point, so that they do not depend on the order of the threads. By one block.
 //
-//   EXPERTS, TOP_K, TOKENS (slots of a group)
+//   EXPERTS, TOP_K, TOKENS (slots of a group);  LISTS, 0: nobody makes lists, and none of this is there
 
+#if defined(LISTS) && !LISTS
+struct Routing { char nothing; };
+#else
 struct Routing {
   const long long* ids;   // [S] experts; outside [0, EXPERTS): no expert
   const float* weights;   // [S]
@@ -95,3 +98,4 @@ template <int BY> DI void make_lists(const Routing& a, Tally& t, int thread, con
   ROLLED for (int s = thread; s < count; s += BY) a.slots[t.first[experts[s]] * TOKENS + ranks[s]] = s;
   add_statistics(a, t, thread);
 }
+#endif

@@ -14,24 +14,10 @@
 // so that logits are the same to the bit, and its warps choose. What they chose goes to the first block, which makes the lists.
 // Weights are on their way before the launch waits for the one before it.
 
-#include "common.cuh"
+#include "loads.cuh"
 #include "choice.cuh"
-#if LISTS
 #include "lists.cuh"
-#else
-struct Routing { char nothing; };
-#endif
 
-DI uint4 load_written(const uint4* p) {
-  uint4 v;
-  asm volatile("ld.global.cg.v4.u32 {%0,%1,%2,%3},[%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
-  return v;
-}
-// Loads before it are asked for before anything behind it: the compiler else puts each in front of its first use.
-DI void ask() { asm volatile("bar.warp.sync 0xffffffff;" ::: "memory"); }
-DI void copy_async(u32 to, u64 from) {
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0],[%1],16;" :: "r"(to), "l"(from) : "memory");
-}
 // The blocks of a cluster: which one this is, writing to another one's shared memory, and meeting.
 DI u32 rank_in_cluster() { u32 rank; asm("mov.u32 %0,%%cluster_ctarank;" : "=r"(rank)); return rank; }
 DI void push(u32 at, u32 rank, float v) {

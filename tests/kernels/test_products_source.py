@@ -13,11 +13,9 @@ from pw_kernels import products
 from pw_kernels.product_plans import Arguments, Plan, choose_plan, constants_of
 from pw_kernels.slots import SlotResults
 from pw_kernels.step import Norm
-from support.cuda_source import CudaSource
+from support.cuda_source import LOADS, CudaSource
 
-SOURCE = CudaSource("products.cu", "products_on_cpu.h", [  # defined by the headers
-    "load_written", "load_number", "load_float", "load_id", "copy_async", "ask",
-])  # fmt: skip
+SOURCE = CudaSource("products.cu", "products_on_cpu.h", LOADS)
 DTYPE = torch.bfloat16
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")

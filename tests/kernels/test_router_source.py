@@ -11,14 +11,14 @@ from torch import Tensor
 from pw_kernels import cuda_routers, step
 from pw_kernels.cuda_routing import Lists
 from pw_kernels.step import Routing
-from support.cuda_source import CudaSource
+from support.cuda_source import LOADS, CudaSource
 
 SOURCE = CudaSource("router.cu", "router_on_cpu.h", [  # defined by the headers
-    "load_written", "copy_async", "ask", "rank_in_cluster", "push", "cluster_arrive",
+    *LOADS, "rank_in_cluster", "push", "cluster_arrive",
     "cluster_wait", "most_of_warp", "least_of_warp", "power", "divide",
 ])  # fmt: skip
 CHOICE = CudaSource("choice.cu", "router_on_cpu.h", [
-    "load_number", "most_of_warp", "least_of_warp", "power", "divide",
+    *LOADS, "most_of_warp", "least_of_warp", "power", "divide",
 ])  # fmt: skip
 ROUTE = CudaSource("routing.cu", "cuda_on_cpu.h", [])
 DTYPE = torch.bfloat16

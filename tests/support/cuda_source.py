@@ -20,6 +20,9 @@ _COMMON = (  # of common.cuh
     "prmt", "lop3", "mad", "multiply", "to_half", "commit", "wait", "wait_for_earlier",
     "let_next_begin", "barrier_init", "barrier_arrive", "barrier_wait",
 )  # fmt: skip
+LOADS = (  # of loads.cuh, defined by products_on_cpu.h
+    "load_written", "load_number", "load_float", "load_id", "ask", "copy_async",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
