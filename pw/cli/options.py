@@ -248,7 +248,11 @@ class Runtime:
         EngineConfig.max_num_seqs
     )
     max_num_batched_tokens: Annotated[
-        int | None, _scheduling("Tokens in one step (default: 2048 on a GPU, 512 on a CPU).")
+        int | None,
+        _scheduling(
+            "Tokens in one step (default: 512; on a GPU up to 2048, as sliding windows and the "
+            "budget allow)."
+        ),
     ] = EngineConfig.max_num_batched_tokens
     enforce_eager: Annotated[
         bool,

@@ -15,9 +15,10 @@ from pw.engine.request import SamplingParams
 from pw.engine.start import demand as demand_module
 from pw.engine.start.demand import demand_of
 from pw.engine.start.sources import Loaded, load
-from pw.engine.start.steps import settle_steps
+from pw.engine.start.steps import settle_steps, step_sizes
 from pw.errors import BudgetError
 from pw.memory.budget import MemoryPlan, plan_memory
+from pw.models.geometry import KvGeometry
 from support.engines import make_artifact, open_engine, random_prompt
 
 CONFIG = EngineConfig(policy=PrecisionPolicy.parse("static:3"))
@@ -91,6 +92,32 @@ def test_where_no_steps_leave_room_for_the_full_length_the_context_is_the_longes
     assert memory.max_model_len == plan_of(loaded, CONFIG, 512, budget).max_model_len
     with pytest.raises(BudgetError, match="are the least"):
         settle_steps(loaded, CONFIG, 1000)
+
+
+@pytest.mark.parametrize(
+    ("windows", "sizes"),
+    [
+        ((None, None), [2048, 1024, 512]),
+        ((4096, None), [2048, 1024, 512]),
+        ((1024, None), [1024, 512]),
+        ((700, 1024), [700, 512]),
+        ((128, None), [512]),
+    ],
+)
+def test_steps_are_no_longer_than_the_shortest_window(
+    loaded: Loaded, windows: tuple[int | None, ...], sizes: list[int]
+) -> None:
+    layers = [
+        dataclasses.replace(layer, window=window)
+        for layer, window in zip(loaded.skeleton.kv.layers, windows, strict=False)
+    ]
+    skeleton = dataclasses.replace(loaded.skeleton, kv=KvGeometry(tuple(layers)))
+    its = dataclasses.replace(loaded, skeleton=skeleton)
+    assert step_sizes(its, CONFIG) == sizes
+    given = dataclasses.replace(CONFIG, max_num_batched_tokens=2048)
+    assert step_sizes(its, given) == [2048]
+    on_cpu = dataclasses.replace(skeleton, device=torch.device("cpu"))
+    assert step_sizes(dataclasses.replace(its, skeleton=on_cpu), CONFIG) == [512]
 
 
 def test_a_given_number_of_tokens_stays(loaded: Loaded, caplog: pytest.LogCaptureFixture) -> None:

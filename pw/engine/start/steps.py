@@ -1,4 +1,4 @@
-"""How many tokens a step may have where nobody has said so: as the memory budget allows."""
+"""How many tokens a step may have where nobody has said so: as model and budget allow."""
 
 from __future__ import annotations
 
@@ -57,10 +57,15 @@ def settle_steps(
 
 
 def step_sizes(loaded: Loaded, config: EngineConfig) -> list[int]:
-    """Tokens of a step at most: the numbers to try, largest first."""
-    most = config.step_tokens(loaded.skeleton.device.type)
-    sizes = [most]
+    """Tokens of a step at most: the numbers to try, largest first.
+
+    Layers with a window keep what they see and the tokens of a step: where nobody has said so, a
+    step is no longer than the shortest window.
+    """
+    sizes = [config.step_tokens(loaded.skeleton.device.type)]
     if config.max_num_batched_tokens is None:
+        windows = [layer.window for layer in loaded.skeleton.kv.stored if layer.window is not None]
+        sizes = [max(LEAST_STEP_TOKENS, min(sizes + windows))]
         while sizes[-1] > LEAST_STEP_TOKENS:
             sizes.append(max(LEAST_STEP_TOKENS, sizes[-1] // 2))
     return sizes
