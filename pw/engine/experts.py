@@ -21,7 +21,7 @@ from pw.engine.precision.statistics import PromptStatistics
 from pw.memory.arena import Arena
 from pw.memory.page_table import WeightPageTable
 from pw.memory.small_copies import to_host
-from pw.models.experts import Activation
+from pw.models.experts import Activation, JoinedExperts
 from pw_kernels.dispatch import compiles, dense_moe, fused_moe, fused_moe_slots
 from pw_kernels.pages import WeightPages
 from pw_kernels.reference import Observer
@@ -31,7 +31,7 @@ Biases = Sequence[tuple[Tensor | None, Tensor | None]]  # by slot: gate_up [E, 2
 
 
 class RoutedExperts(Protocol):
-    """What the model calls for its routed experts."""
+    """What the model calls for its routed experts; may be `JoinedExperts`, too."""
 
     batch: Batch | None
 
@@ -63,7 +63,7 @@ class RoutingCounter:
         return mass
 
 
-class PagedExperts:
+class PagedExperts(JoinedExperts):
     """Experts read from bit-planes in the arena, at whatever width each block has now."""
 
     def __init__(
@@ -96,18 +96,19 @@ class PagedExperts:
         """See `RoutedExperts`."""
         return self._run(fused_moe, slot, x, ids, weights)  # type: ignore[no-any-return]
 
-    def slots(
-        self, slot: int, _module: nn.Module, x: Tensor, ids: Tensor, weights: Tensor
+    def joined(
+        self,
+        slot: int,
+        _module: nn.Module,
+        x: Tensor,
+        ids: Tensor | Choice,
+        weights: Tensor | None,
+        *,
+        summed: bool,
     ) -> Tensor | SlotResults:
-        """As a call, where it can be without the sum over the experts of a token."""
-        return self._run(fused_moe_slots, slot, x, ids, weights)  # type: ignore[no-any-return]
-
-    def by_choice(
-        self, slot: int, _module: nn.Module, x: Tensor, choice: Choice, *, summed: bool
-    ) -> Tensor | SlotResults:
-        """As a call or, not `summed`, as `slots`, with experts that are not chosen yet."""
+        """See `JoinedExperts`."""
         run = fused_moe if summed else fused_moe_slots
-        return self._run(run, slot, x, choice, None)  # type: ignore[no-any-return]
+        return self._run(run, slot, x, ids, weights)  # type: ignore[no-any-return]
 
     def _run(
         self,
@@ -180,7 +181,7 @@ class PagedExperts:
         return observe
 
 
-class DenseExperts:
+class DenseExperts(JoinedExperts):
     """Unquantized experts: the BF16 baseline. Plain tensors, charged to the budget whole."""
 
     def __init__(
@@ -203,12 +204,19 @@ class DenseExperts:
         """See `RoutedExperts`."""
         return self._run(slot, x, ids, weights)
 
-    def by_choice(
-        self, slot: int, _module: nn.Module, x: Tensor, choice: Choice, *, summed: bool
+    def joined(
+        self,
+        slot: int,
+        _module: nn.Module,
+        x: Tensor,
+        ids: Tensor | Choice,
+        weights: Tensor | None,
+        *,
+        summed: bool,
     ) -> Tensor:
-        """As a call, with experts that are not chosen yet."""
+        """See `JoinedExperts`."""
         del summed  # they always are
-        return self._run(slot, x, choice, None)
+        return self._run(slot, x, ids, weights)
 
     def _run(self, slot: int, x: Tensor, ids: Tensor | Choice, weights: Tensor | None) -> Tensor:
         gate_up, down = self._weights[slot]

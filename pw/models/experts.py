@@ -1,7 +1,8 @@
 """The experts function that transformers calls, and what an experts module says about itself.
 
 Registers `pw` with transformers' experts interface: every experts module of a model then calls the
-function bound to it by `bind_experts`. Knows neither pages nor kernels.
+function bound to it by `bind_experts`. Knows neither pages nor kernels, only what these may be
+given before it is there and may give before it is added up (`pw_kernels.slots`).
 
 Axes: T tokens, k experts a token, S routed rows, H hidden, I inner, E experts.
 """
@@ -10,7 +11,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import Any
+from functools import cache
+from typing import Any, Protocol, TypeGuard, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +20,7 @@ from transformers.integrations.moe import ExpertsInterface
 
 from pw.blocks import Module
 from pw.errors import ModelError
+from pw_kernels.slots import Choice, SlotResults
 
 NAME = "pw"
 # (slot, experts module, x [T, H], ids [T, k] int64, weights [T, k]) -> [T, H] in x.dtype
@@ -31,6 +34,43 @@ _ACTIVATIONS = {
     "GELUTanh": "gelu_tanh",
     "PytorchGELUTanh": "gelu_tanh",
 }
+
+
+@runtime_checkable
+class JoinedExperts(Protocol):
+    """An `ExpertsFunction` whose launches take along what comes before and after them."""
+
+    def joined(
+        self,
+        slot: int,
+        _module: nn.Module,
+        x: Tensor,
+        ids: Tensor | Choice,
+        weights: Tensor | None,
+        *,
+        summed: bool,
+    ) -> Tensor | SlotResults:
+        """As a call, with experts that may still have to be chosen.
+
+        Args:
+            slot: Of the MoE layer.
+            _module: Its experts module.
+            x: [T, H].
+            ids: [T, k] int64, or a choice that is to be made, with its weights.
+            weights: [T, k]; None with a choice.
+            summed: Over the experts of a token; False: it may be left to the caller.
+        """
+
+
+def is_joined(function: object) -> TypeGuard[JoinedExperts]:
+    """Whether an experts function takes more along than its call says."""
+    kind: type = type(function)
+    return _is_joined(kind)
+
+
+@cache  # a protocol's check takes longer than some layer's own calls
+def _is_joined(kind: type) -> bool:
+    return issubclass(kind, JoinedExperts)
 
 
 def _call_bound(module: Any, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, rms_norm, silu
 
 from pw.models.beside import Beside, pays, side_stream
-from pw.models.experts import activation_name
+from pw.models.experts import activation_name, is_joined
 from pw.models.fusion import concatenate
 from pw.models.routers import Route, fused_route
 from pw.models.slicing import AllReduce
@@ -150,7 +150,7 @@ class Moe:
         if self._gated is None:
             if self._reduce is not None:
                 return self._reduce(self._routed(*self._choose(x)), x)
-            routed = self._routed(*self._choose(x), summed=not self._kernels)
+            routed = self._routed_slots(*self._choose(x), summed=not self._kernels)
             return step.add_slots(x, routed) if isinstance(routed, SlotResults) else x + routed
         if self._beside is not None and self._beside.open and pays(len(x)):
             return self._both(x, self._gated, self._beside)
@@ -165,7 +165,7 @@ class Moe:
             ids, weights = self._by_router(shared.normed)
         if self._kernels and self._reduce is None:
             summed = not products.takes_slots(shared.out, self._down)
-            parts = self._routed(shared.normed, ids, weights, summed=summed)
+            parts = self._routed_slots(shared.normed, ids, weights, summed=summed)
             return products.product(shared.out, self._down, add=(x, parts), share=share)
         routed = self._routed(shared.normed, ids, weights)
         if self._reduce is not None:  # one sum over the ranks for all that is added to x
@@ -203,19 +203,22 @@ class Moe:
         _, weights, ids = self._router(normed)
         return ids, weights
 
-    def _routed(
-        self, normed: Tensor, ids: Tensor | Choice, weights: Tensor | None, *, summed: bool = True
-    ) -> Any:
+    def _routed(self, normed: Tensor, ids: Tensor | Choice, weights: Tensor | None) -> Tensor:
+        """[T, H], summed over the experts of a token."""
+        routed = self._routed_slots(normed, ids, weights, summed=True)
+        assert isinstance(routed, Tensor)
+        return routed
+
+    def _routed_slots(
+        self, normed: Tensor, ids: Tensor | Choice, weights: Tensor | None, *, summed: bool
+    ) -> Tensor | SlotResults:
         """[T, H]; not `summed`: without the sum over a token's experts, where they can do so."""
         experts = self._experts
-        run = experts.pw_experts
-        if isinstance(ids, Choice):
-            if hasattr(run, "by_choice"):
-                return run.by_choice(experts.pw_slot, experts, normed, ids, summed=summed)
-            ids, weights = chosen(ids, weights)
-        if not summed:
-            run = getattr(run, "slots", run)
-        return run(experts.pw_slot, experts, normed, ids, weights)
+        run: Any = experts.pw_experts
+        if is_joined(run):
+            return run.joined(experts.pw_slot, experts, normed, ids, weights, summed=summed)
+        routed: Tensor = run(experts.pw_slot, experts, normed, *chosen(ids, weights))
+        return routed
 
 
 def _reduction(module: nn.Module) -> AllReduce | None:

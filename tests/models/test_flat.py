@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pw.models.checkpoint import Checkpoint
-from pw.models.experts import expert_modules
+from pw.models.experts import expert_modules, is_joined
 from pw.models.flat import FlatDecoder, flat_decoder
 from pw.models.skeleton import Skeleton, general_forward, load_skeleton
 from pw.models.testing import KINDS, PlainContext, make_checkpoint, streamed_experts
@@ -93,10 +93,11 @@ def test_experts_may_be_chosen_by_those_who_run_them(
         def __call__(self, *args: Any) -> Any:
             return self.inner(*args)
 
-        def by_choice(
-            self, slot: int, module: Any, x: Tensor, choice: Choice, *, summed: bool
+        def joined(
+            self, slot: int, module: Any, x: Tensor, choice: Choice, weights: None, *, summed: bool
         ) -> Any:
             assert summed == (kind == "qwen2_moe")
+            assert weights is None
             choice.launch("lists", 8)
             return self.inner(slot, module, x, choice.ids, choice.weights)
 
@@ -104,6 +105,7 @@ def test_experts_may_be_chosen_by_those_who_run_them(
     modules = [module for _, module in expert_modules(skeleton.model)]
     if takes:
         skeleton.bind_experts(Experts(modules[0].pw_experts))
+    assert all(is_joined(module.pw_experts) == takes for module in modules)
     assert torch.equal(run(flat), expected)
     assert made == ["lists" if takes else None] * len(modules)
 
