@@ -7,9 +7,10 @@ Each result is compared with the torch reference on the same random planes and t
 own repetition, then timed: the median duration of each kernel, as the profiler reports it, over
 calls that rotate through batches. "products" is gate_up and down (and what puts their inputs in
 order), launches kept apart, as the bf16 grouped matmul beside it; "layer" is all of it, replayed
-from a CUDA graph with launches that overlap. A plan is written as `slots of a group: widest
-width.warpgroups of a block.blocks on a multiprocessor`, the latter once for each class of widths.
-`chosen` is the one that the product takes. One table comes last.
+from a CUDA graph with launches that overlap. A plan is written as `slots of a group:warpgroups of a
+block.blocks on a multiprocessor`; the latter once more after a comma, if modules without wide
+blocks are to be launched otherwise. `chosen` is the one that the product takes. One table comes
+last.
 """
 
 import argparse
@@ -37,12 +38,12 @@ AROUND = ("route", "arrange", "combine")  # kernels that are no products
 
 
 def parse(text: str, slots: int, experts: int) -> cuda_prompts.Plan:
-    """A plan from `slots:widest.warpgroups.blocks`, the second part once for each class."""
+    """A plan from `slots:warpgroups.blocks`, or with `,warpgroups.blocks` for narrow widths."""
     if text == "chosen":
         return cuda_prompts.choose_plan(slots, experts)
-    size, _, classes = text.partition(":")
-    tunings = (cuda_prompts.Tuning(*map(int, part.split("."))) for part in classes.split(","))
-    return cuda_prompts.Plan(int(size), tuple(tunings))
+    size, _, tunings = text.partition(":")
+    parts = (cuda_prompts.Tuning(*map(int, part.split("."))) for part in tunings.split(","))
+    return cuda_prompts.Plan(int(size), *parts)
 
 
 def run(layer: moe.Layer, batch: Batch, plan: str, overlap: bool = True) -> Tensor:
@@ -184,7 +185,7 @@ def main() -> None:
     parser.add_argument("--bits", type=int, nargs="*", default=[2, 3, 4, 6, 8])
     parser.add_argument("--mixes", nargs="*", choices=sorted(moe.MIXES), default=sorted(moe.MIXES))
     parser.add_argument(
-        "--plans", nargs="+", default=["chosen"], help="chosen, or such as 160:6.3.1,8.2.1"
+        "--plans", nargs="+", default=["chosen"], help="chosen, or such as 160:3.1,2.2"
     )
     parser.add_argument("--decode", action="store_true", help="the kernels of decode steps, too")
     parser.add_argument("--large-tiles", action="store_true", help="of the baseline, none other")

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from pw_kernels import nvrtc
+from pw_kernels.bitplane import MAX_BITS
 from pw_kernels.cuda_routing import (
     KINDS,
     Arguments,
@@ -30,7 +31,9 @@ from pw_kernels.cuda_routing import (
     shape_constants,
 )
 from pw_kernels.pages import WeightPages
+from pw_kernels.slots import Choice
 
+NARROW_BITS = 4  # widths up to which blocks take less room
 LEAST_SLOTS = 16  # of each expert, on average, from which on this form is the fastest
 _CAPABILITY = (9, 0)  # alone has the warpgroup matrix unit
 _ROOM = 227 << 10  # bytes of shared memory that a block can have there
@@ -43,15 +46,13 @@ _CHUNK = 64  # columns of the image that lie together
 
 @dataclass(frozen=True)
 class Tuning:
-    """How one class of widths is launched.
+    """How the products of a module are launched.
 
     Attributes:
-        widest: Width of the class.
         warpgroups: Of a block; each takes 64 rows.
         blocks: On a multiprocessor.
     """
 
-    widest: int
     warpgroups: int
     blocks: int
 
@@ -62,17 +63,16 @@ class Plan:
 
     Attributes:
         slots: Of a group, a multiple of 16 up to 256.
-        classes: One to three, narrow widths first. Each is a launch; the second and the third walk
-            the same list of groups.
+        wide: Takes all widths.
+        narrow: Takes the place of `wide` for a module none of whose blocks can have more than
+            NARROW_BITS; None: `wide` takes these, too.
         overlap: Launches may begin while the one before ends.
-        narrow: Takes the place of all classes for a module whose blocks can have none but its
-            widths.
     """
 
     slots: int
-    classes: tuple[Tuning, ...]
-    overlap: bool = True
+    wide: Tuning
     narrow: Tuning | None = None
+    overlap: bool = True
 
 
 def wins(slots: int, experts: int, device: torch.device) -> bool:
@@ -94,10 +94,8 @@ def choose_plan(slots: int, experts: int) -> Plan:
     mean = slots / experts
     size = min(_SIZES, key=lambda size: _groups(mean, size) * (size + _DECODING))
     if size <= 48:
-        return Plan(size, (Tuning(8, 2, 2),), narrow=Tuning(4, 2, 3))
-    if size <= 160:
-        return Plan(size, (Tuning(8, 3, 1),), narrow=Tuning(4, 2, 2))
-    return Plan(size, (Tuning(8, 3, 1),))
+        return Plan(size, Tuning(2, 2), narrow=Tuning(2, 3))
+    return Plan(size, Tuning(3, 1), narrow=Tuning(2, 2) if size <= 160 else None)
 
 
 def _groups(mean: float, size: int) -> float:
@@ -109,8 +107,8 @@ def _groups(mean: float, size: int) -> float:
 
 def fused_moe(
     x: Tensor,
-    topk_ids: Tensor,
-    topk_weights: Tensor,
+    topk_ids: Tensor | Choice,
+    topk_weights: Tensor | None,
     arena: Tensor,
     gate_up: WeightPages,
     down: WeightPages,
@@ -124,9 +122,7 @@ def fused_moe(
 ) -> Tensor:
     """As `cuda_moe.fused_moe`, for any number of tokens."""
     modules, device, count = (gate_up, down), x.device, topk_ids.numel()
-    routed = route(
-        topk_ids, topk_weights, modules, plan.slots, plan.classes[0].widest, statistics, live
-    )
+    routed = route(topk_ids, topk_weights, modules, plan.slots, MAX_BITS, statistics, live)
     places = routed.slots.numel()
     inputs, hidden = (
         torch.empty(places * -(-pages.cols // _CHUNK) * _CHUNK, dtype=x.dtype, device=device)
@@ -155,39 +151,31 @@ def fused_moe(
             **common, **shape_constants(pages, arena.shape[1]), "GATED": 1 - module,
             "BIAS": int(bias is not None),
         }  # fmt: skip
-        _launch_classes(plan, pages, constants, arguments, device)
+        _launch(plan, pages, constants, arguments, device)
     combine(results, routed, out, overlap=plan.overlap)
     return out
 
 
-def _launch_classes(
+def _launch(
     plan: Plan,
     pages: WeightPages,
     constants: Mapping[str, nvrtc.Define],
     arguments: Arguments,
     device: torch.device,
 ) -> None:
-    """Launch the kernel of each class of widths that a block of these pages can have."""
-    limit = nvrtc.shared_bytes(device.index or 0)
-    first, widest = pages.possible_widths
-    low, classes = first, plan.classes
-    if plan.narrow is not None and widest <= plan.narrow.widest:
-        classes = (plan.narrow,)
-    for number, tuning in enumerate(classes):
-        high = min(tuning.widest, widest)
-        if low > high:
-            continue
-        room = shared_bytes(tuning.blocks, limit)
-        defines = {
-            **constants, "CLASS": min(number, 1), "LOW": low, "HIGH": high, "ROOM": room,
-            "GROUPS_OF_WARPS": tuning.warpgroups, "BLOCKS": tuning.blocks,
-            "FIRST": int(low == first),
-        }  # fmt: skip
-        kernel("prompts.cu", "experts", defines, device).launch(
-            (row_blocks(pages, bool(constants["GATED"]), tuning), arguments.groups),
-            _THREADS * tuning.warpgroups, room, arguments, overlap=plan.overlap,
-        )  # fmt: skip
-        low = tuning.widest + 1
+    """Launch the products of a module, for the widths that a block of it can have."""
+    low, high = pages.possible_widths
+    narrow = plan.narrow if high <= NARROW_BITS else None
+    tuning = plan.wide if narrow is None else narrow
+    room = shared_bytes(tuning.blocks, nvrtc.shared_bytes(device.index or 0))
+    defines = {
+        **constants, "LOW": low, "HIGH": high, "ROOM": room, "BLOCKS": tuning.blocks,
+        "GROUPS_OF_WARPS": tuning.warpgroups,
+    }  # fmt: skip
+    kernel("prompts.cu", "experts", defines, device).launch(
+        (row_blocks(pages, bool(constants["GATED"]), tuning), arguments.groups),
+        _THREADS * tuning.warpgroups, room, arguments, overlap=plan.overlap,
+    )  # fmt: skip
 
 
 def row_blocks(pages: WeightPages, gated: bool, tuning: Tuning) -> int:
@@ -226,9 +214,8 @@ def _arrange(
     """Gather the rows of x [T, K] that each group needs into its image."""
     groups, places = routed.slots.shape
     defines = {
-        **constants, **shape_constants(pages, page_bytes), "GATED": 1, "BIAS": 0, "CLASS": 0,
-        "LOW": 1, "HIGH": 0, "ROOM": _ROOM, "BLOCKS": 1, "FIRST": 1,
-        "GROUPS_OF_WARPS": 2,
+        **constants, **shape_constants(pages, page_bytes), "GATED": 1, "BIAS": 0,
+        "LOW": 1, "HIGH": 0, "ROOM": _ROOM, "BLOCKS": 1, "GROUPS_OF_WARPS": 2,
     }  # fmt: skip
     jobs = groups * places * 8 * -(-pages.cols // _CHUNK)
     pointers = (ctypes.c_void_p(tensor.data_ptr()) for tensor in (x, routed.slots, image))

@@ -3,11 +3,11 @@
 // named below; it includes nothing of a toolkit.
 //
 //   FLOAT16, ROWS, COLS, ROW_TILES, COL_TILES, PLANES, PP, LP, PAGE_SHIFT, GATED, KIND, BIAS, TOP_K, SHARED_BASE  as in moe.cu
-//   LOW, HIGH     widths that this launch takes, of those in the list CLASS that it walks (the second has two launches)
+//   LOW, HIGH     least and greatest width that a block can have
 //   SLOTS         of a group, a multiple of 16 up to 256
 //   COLUMNS, SUMS, INPUTS, OPERANDS  text of the matrix unit's instruction for them (cuda_prompts.py)
 //   GROUPS_OF_WARPS  warpgroups of a block;  BLOCKS: wanted on a multiprocessor
-//   ROOM          bytes of dynamic shared memory;  FIRST: 1: the first launch of its module
+//   ROOM          bytes of dynamic shared memory
 //
 // A warpgroup of four warps multiplies 64 rows by the slots of a group. Its warps decode weights straight into the operand
 // that the matrix unit takes from registers, 16 rows a warp, while the unit works on what they decoded before. Activations lie
@@ -60,7 +60,7 @@ DI void unit_multiply(float* c, const u32* a, u64 b) {
 DI u64 operand(u32 at) { return (u64)(at >> 4) | 1ull << 16 | 64ull << 32 | 1ull << 62; }
 
 // Launches overlap: each begins while the one before it ends, waits for that one, then lets the next begin; so when a launch
-// begins, everything before the one before it is complete, work lists among it. Later launches of a module wait at their end.
+// begins, everything before the one before it is complete, work lists among it.
 
 // ---- where things are ---------------------------------------------------------------------------------------
 
@@ -71,7 +71,7 @@ struct Arguments {
   const int* lut_pages;    // [E, LP]
   const float* bias;       // [E, N]
   const float* weights;    // [S]
-  const int4* work;        // [2, G]: group, expert or -1, width, byte of its table in its region
+  const int4* work;        // [G]: group, expert or -1, width, byte of its table in its region
   const int* slots;        // [G, SLOTS], those used first
   void* out;               // image of hidden if GATED, else [S, N] fp32
   int slot_count, groups;  // S, G
@@ -365,7 +365,8 @@ template <int B> DI void run(const Arguments& a, int4 work, unsigned char* share
   UNROLL for (int i = 0; i < PLANE_STAGES<B> - 1; i++) planes.fetch(i);
   Chunks<B> chunks(a, work);
   if (threadIdx.x == 0) {
-    if (FIRST) { wait_for_earlier(); let_next_begin(); }
+    wait_for_earlier();
+    let_next_begin();
     for (int i = 0; i < STAGES<B>; i++) chunks.fetch();
   }
   __syncwarp();
@@ -419,7 +420,6 @@ template <int B> DI void run(const Arguments& a, int4 work, unsigned char* share
     CHUNK(2)
   }
   unit_wait<0>();
-  if (!FIRST && threadIdx.x == 0) { wait_for_earlier(); let_next_begin(); }
   if (threadIdx.x < SLOTS) {
     int* slots = reinterpret_cast<int*>(shared + SMALL + 256);
     slots[threadIdx.x] = slot;
@@ -435,8 +435,8 @@ extern __shared__ __align__(1024) unsigned char dynamic[];
 #define EACH_WIDTH TAKE(2) TAKE(3) TAKE(4) TAKE(5) TAKE(6) TAKE(7) TAKE(8)
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) experts(const __grid_constant__ Arguments a) {
-  int4 work = a.work[CLASS * a.groups + blockIdx.y];
-  if (work.y < 0 || work.z < LOW || work.z > HIGH) {            // no group, or one of another launch
+  int4 work = a.work[blockIdx.y];
+  if (work.y < 0 || work.z < LOW || work.z > HIGH) {            // no group, or of no such width
     if (blockIdx.x + blockIdx.y == 0) wait_for_earlier();       // one block is enough, the others make room
     return;
   }

@@ -15,9 +15,7 @@ nvrtc = pytest.importorskip(
 cuda_prompts = pytest.importorskip("pw_kernels.cuda_prompts")
 
 ALL_WIDTHS = [2, 3, 4, 5, 6, 7, 8]
-TWO_BLOCKS = (cuda_prompts.Tuning(4, 2, 2), cuda_prompts.Tuning(8, 2, 1))
-WIDE_BLOCKS = (cuda_prompts.Tuning(6, 3, 1), cuda_prompts.Tuning(8, 2, 1))
-ONE_LAUNCH = (cuda_prompts.Tuning(8, 2, 1),)
+TWO, THREE = cuda_prompts.Tuning(2, 1), cuda_prompts.Tuning(3, 1)  # warpgroups
 GATE_UP = {"ROWS": 2816, "COLS": 2048, "ROW_TILES": 88, "COL_TILES": 16, "GATED": 1, "BIAS": 0}
 DOWN = {"ROWS": 1000, "COLS": 712, "ROW_TILES": 32, "COL_TILES": 6, "GATED": 0, "BIAS": 1}
 PLACES = {"PLANES": 8, "PP": 12, "LP": 24, "PAGE_SHIFT": 16, "TOP_K": 4, "SHARED_BASE": 1024}
@@ -34,14 +32,12 @@ def on_gpu() -> bool:
 gpu = pytest.mark.skipif(not on_gpu(), reason="needs a GPU of compute capability 9.0")
 
 
-def compile_class(plan: Any, number: int, shape: dict[str, int], **defines: Any) -> int:
-    """Bytes of machine code of one launch of a plan."""
-    classes = plan.classes if plan.narrow is None else (*plan.classes, plan.narrow)
-    tuning, low = classes[number], 2
+def compile_plan(plan: Any, widest: int, shape: dict[str, int], **defines: Any) -> int:
+    """Bytes of machine code of a module's launch."""
+    tuning = plan.narrow if widest <= cuda_prompts.NARROW_BITS and plan.narrow else plan.wide
     macros = {
-        **shape, **PLACES, "FLOAT16": 0, "KIND": 0, "SLOTS": plan.slots, "CLASS": 0,
-        "LOW": low, "HIGH": tuning.widest, "FIRST": 1, "BLOCKS": tuning.blocks,
-        "GROUPS_OF_WARPS": tuning.warpgroups,
+        **shape, **PLACES, "FLOAT16": 0, "KIND": 0, "SLOTS": plan.slots, "LOW": 2, "HIGH": widest,
+        "BLOCKS": tuning.blocks, "GROUPS_OF_WARPS": tuning.warpgroups,
         "ROOM": cuda_prompts.shared_bytes(tuning.blocks, 227 << 10),
         **cuda_prompts.unit_macros(plan.slots), **defines,
     }  # fmt: skip
@@ -52,17 +48,17 @@ def compile_class(plan: Any, number: int, shape: dict[str, int], **defines: Any)
 
 
 @pytest.mark.parametrize(
-    ("mean", "number"), [(33, 0), (33, 1), (90, 0), (90, 1), (130, 0), (130, 1), (512, 0)]
+    ("mean", "widest"), [(33, 8), (33, 4), (90, 8), (90, 4), (130, 8), (130, 4), (512, 8)]
 )
-def test_launches_of_chosen_plans_compile_ahead_of_time(mean: int, number: int) -> None:
-    plan = cuda_prompts.choose_plan(mean * 60, 60)
-    assert compile_class(plan, number, GATE_UP if number else DOWN, FLOAT16=number % 2) > 1000
+def test_launches_of_chosen_plans_compile_ahead_of_time(mean: int, widest: int) -> None:
+    plan, narrow = cuda_prompts.choose_plan(mean * 60, 60), widest == 4
+    assert compile_plan(plan, widest, GATE_UP if narrow else DOWN, FLOAT16=int(narrow)) > 1000
 
 
 def test_an_error_of_the_compiler_is_text() -> None:
-    plan = cuda_prompts.Plan(16, ONE_LAUNCH)
+    plan = cuda_prompts.Plan(16, TWO)
     with pytest.raises(ValueError, match=r"prompts\.cu does not compile") as caught:
-        compile_class(plan, 0, DOWN, LP="nonsense")
+        compile_plan(plan, 8, DOWN, LP="nonsense")
     assert "\0" not in str(caught.value)
 
 
@@ -77,18 +73,19 @@ def test_groups_hold_what_most_experts_get_or_even_parts_of_it(mean: int, slots:
 @pytest.mark.parametrize(
     ("planes", "widths", "launched"),
     [
-        (8, (2, 8), [(0, 2, 4, 1), (1, 5, 6, 0), (1, 7, 8, 0)]),
-        (5, (2, 8), [(0, 2, 4, 1), (1, 5, 5, 0)]),
-        (8, (3, 3), [(0, 3, 3, 1)]),
-        (8, (2, 2), [(0, 2, 2, 1)]),
-        (8, (6, 7), [(1, 6, 6, 1), (1, 7, 7, 0)]),
+        (8, (2, 8), (2, 8, 3, 1)),
+        (5, (2, 8), (2, 5, 3, 1)),
+        (8, (6, 7), (6, 7, 3, 1)),
+        (8, (2, 4), (2, 4, 2, 2)),
+        (4, (2, 8), (2, 4, 2, 2)),
+        (8, (3, 3), (3, 3, 2, 2)),
     ],
 )
-def test_every_width_has_one_launch(
+def test_one_launch_takes_all_widths_that_a_block_can_have(
     monkeypatch: pytest.MonkeyPatch,
     planes: int,
     widths: tuple[int, int],
-    launched: list[tuple[int, ...]],
+    launched: tuple[int, ...],
 ) -> None:
     found, grids = [], []
 
@@ -97,7 +94,7 @@ def test_every_width_has_one_launch(
             grids.append(grid)
 
     def kernel(source: str, name: str, defines: dict[str, int], device: torch.device) -> Launched:
-        found.append(tuple(defines[key] for key in ("CLASS", "LOW", "HIGH", "FIRST")))
+        found.append(tuple(defines[key] for key in ("LOW", "HIGH", "GROUPS_OF_WARPS", "BLOCKS")))
         return Launched()
 
     monkeypatch.setattr(cuda_prompts, "kernel", kernel)
@@ -108,12 +105,22 @@ def test_every_width_has_one_launch(
         ids[0, :2, 0].contiguous(), widths,
     )  # fmt: skip
     arguments = cuda_prompts.Arguments(groups=3)
-    classes = (cuda_prompts.Tuning(4, 2, 2), *WIDE_BLOCKS)
-    plan = cuda_prompts.Plan(160, classes, narrow=cuda_prompts.Tuning(2, 2, 2))
-    cuda_prompts._launch_classes(plan, pages, {"GATED": 1}, arguments, torch.device("cpu"))
-    assert found == launched
+    plan = cuda_prompts.Plan(160, THREE, narrow=cuda_prompts.Tuning(2, 2))
+    cuda_prompts._launch(plan, pages, {"GATED": 1}, arguments, torch.device("cpu"))
+    assert found == [launched]
     # 96 columns of hidden are two chunks of 64, of which a warpgroup makes half of one
-    assert grids == [(2, 3), (2, 3), (2, 3)][: len(launched)]
+    assert grids == [(2, 3)]
+
+
+def test_plans_of_an_h200_are_those_that_were_measured() -> None:
+    small = cuda_prompts.Plan(48, cuda_prompts.Tuning(2, 2), cuda_prompts.Tuning(2, 3))
+    assert cuda_prompts.choose_plan(34 * 60, 60) == small
+    assert cuda_prompts.choose_plan(68 * 60, 60) == cuda_prompts.Plan(
+        96, THREE, cuda_prompts.Tuning(2, 2)
+    )
+    assert cuda_prompts.choose_plan(512 * 60, 60) == cuda_prompts.Plan(192, THREE)
+    rooms = [cuda_prompts.shared_bytes(blocks, 227 << 10) for blocks in (1, 2, 3)]
+    assert rooms == [227 << 10, 113 << 10, 75 << 10]
 
 
 class Call:
@@ -166,8 +173,8 @@ class Call:
 @pytest.mark.parametrize(
     "plan",
     [
-        cuda_prompts.Plan(32, ONE_LAUNCH),
-        cuda_prompts.Plan(160, ONE_LAUNCH, overlap=False),
+        cuda_prompts.Plan(32, TWO),
+        cuda_prompts.Plan(160, TWO, overlap=False),
         *(cuda_prompts.choose_plan(mean * 60, 60) for mean in (17, 34, 68, 136, 190)),
     ],
     ids=str,
@@ -180,7 +187,7 @@ def test_all_widths_in_one_call(plan: Any, dtype: torch.dtype) -> None:
 @gpu
 @pytest.mark.parametrize("shape", [(704, 704), (2816, 704), (2048, 1408), (200, 32)])
 def test_shapes_of_real_models(shape: tuple[int, int]) -> None:
-    Call([2, 5, 3, 8], *shape, 200).check(cuda_prompts.Plan(112, WIDE_BLOCKS))
+    Call([2, 5, 3, 8], *shape, 200).check(cuda_prompts.Plan(112, THREE))
 
 
 @pytest.mark.gpu
@@ -192,7 +199,7 @@ def test_activations_and_biases(activation: str) -> None:
         "down_bias": torch.randn(3, 264).cuda(),
     }
     call = Call([3, 6, 4], 264, 64, 100, activation=activation, **biases)
-    call.check(cuda_prompts.Plan(64, TWO_BLOCKS))
+    call.check(cuda_prompts.Plan(64, TWO))
 
 
 @pytest.mark.gpu
@@ -208,7 +215,7 @@ def test_the_fast_form_of_the_moe_takes_it_for_prompts() -> None:
 @pytest.mark.gpu
 @gpu
 def test_experts_without_tokens_and_padding() -> None:
-    call, plan = Call([4] * 3, 256, 64, 40), cuda_prompts.Plan(64, TWO_BLOCKS)
+    call, plan = Call([4] * 3, 256, 64, 40), cuda_prompts.Plan(64, TWO)
     call.ids[:] = torch.tensor([2, 3]).cuda()  # one expert has all slots, one slot none
     call.check(plan)
     counted, expected = torch.zeros(2, 3).cuda(), torch.zeros(2, 3).cuda()
@@ -223,7 +230,7 @@ def test_experts_without_tokens_and_padding() -> None:
 @pytest.mark.gpu
 @gpu
 def test_a_captured_graph_follows_bits_and_routing() -> None:
-    plan = cuda_prompts.Plan(32, TWO_BLOCKS)
+    plan = cuda_prompts.Plan(32, TWO)
     call = Call([8] * 7, 256, 64, 60)
     call(plan)
     graph = torch.cuda.CUDAGraph()

@@ -18,6 +18,7 @@ from support.cuda_source import CudaSource
 PAGE_BYTES = 4096
 WIDTHS = [2, 3, 4, 5, 6, 7, 8]
 TOKENS, TOP_K = 30, 3
+ROOMS = {1: 227 << 10, 2: 113 << 10}  # of each of so many blocks: `cuda_prompts.shared_bytes`
 SOURCE = CudaSource("prompts.cu", "prompts_on_cpu.h", [  # defined by the headers of support
     "barriers_ready", "barrier_expect", "copy_bulk", "copy_line", "lines_commit", "lines_wait",
     "meet", "unit_fence", "unit_commit", "unit_wait", "unit_multiply", "entry", "line", "exp2_near",
@@ -61,8 +62,8 @@ def inputs(
     arena = testing.ScatteredArena(pages, PAGE_BYTES)
     placed = testing.random_blocks(arena, rows, cols, WIDTHS)
     constants = {
-        "FLOAT16": 0, "KIND": 0, "BIAS": 1, "CLASS": 0, "FIRST": 1, "LOW": 2, "HIGH": 8,
-        "SLOTS": slots_of_group, "ROOM": 227 << 10, "BLOCKS": 1, "ROWS": rows, "COLS": cols,
+        "FLOAT16": 0, "KIND": 0, "BIAS": 1, "LOW": 2, "HIGH": 8,
+        "SLOTS": slots_of_group, "ROOM": ROOMS[1], "BLOCKS": 1, "ROWS": rows, "COLS": cols,
         "ROW_TILES": -(-rows // 32), "COL_TILES": -(-cols // 128), "TOP_K": TOP_K,
         "PLANES": placed.plane_pages.shape[1], "PP": placed.plane_pages.shape[2],
         "LP": placed.lut_pages.shape[1], "PAGE_SHIFT": PAGE_BYTES.bit_length() - 1,
@@ -80,13 +81,20 @@ def inputs(
     return arena.data, placed, constants, ids, torch.tensor(work, dtype=torch.int32), slots
 
 
-@pytest.mark.parametrize(("warpgroups", "slots_of_group"), [(2, 32), (3, 16)])
+@pytest.mark.parametrize(
+    ("warpgroups", "slots_of_group", "blocks"), [(2, 32, 1), (3, 16, 1), (2, 32, 2)]
+)
 @pytest.mark.parametrize(
     ("gated", "shape"),
     [(True, (192, 264)), (True, (256, 384)), (False, (160, 392)), (False, (264, 128))],
 )
 def test_every_width(
-    tmp_path: Path, gated: bool, shape: tuple[int, int], warpgroups: int, slots_of_group: int
+    tmp_path: Path,
+    gated: bool,
+    shape: tuple[int, int],
+    warpgroups: int,
+    slots_of_group: int,
+    blocks: int,
 ) -> None:
     rows, cols = shape
     arena, placed, constants, ids, work, slots = inputs(rows, cols, slots_of_group)
@@ -106,8 +114,9 @@ def test_every_width(
     )  # fmt: skip
     arguments = Arguments(*(tensor.data_ptr() for tensor in tensors), count, len(slots))
     constants |= {"GATED": int(gated), "GROUPS_OF_WARPS": warpgroups}
-    if gated and warpgroups == 2:
-        constants["HIGH"] = 7  # wider blocks are another launch's
+    constants |= {"BLOCKS": blocks, "ROOM": ROOMS[blocks]}
+    if gated and warpgroups == 2 and blocks == 1:
+        constants["HIGH"] = 7  # groups of a wider block, which cannot be, are passed over
     library = SOURCE.compile(tmp_path, "experts(*(const Arguments*)all);", constants)
     row_blocks = -(-(2 * chunks if gated else -(-rows // 64)) // warpgroups)
     library.run(ctypes.byref(arguments), row_blocks, len(slots), 128 * warpgroups)
