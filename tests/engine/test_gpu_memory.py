@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -41,14 +40,16 @@ def test_found_prefixes_give_the_answers_of_computed_ones(kind: str, tmp_path: P
     cached.check_integrity()
 
 
-def used_as_others_see_it() -> str | None:
-    """MiB in use on the device, read by a process of its own; None where it has no such reader."""
-    if (reader := shutil.which("nvidia-smi")) is None:
-        return None
+def used_as_others_see_it() -> int:
+    """MiB in use on the device, read by a process of its own.
+
+    Raises:
+        OSError, CalledProcessError, ValueError: There is no `nvidia-smi`, or it does not tell.
+    """
     device = f"--id=GPU-{torch.cuda.get_device_properties(0).uuid}"
-    query = [reader, device, "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
-    done = subprocess.run(query, capture_output=True, text=True, timeout=60)
-    return done.stdout.strip() if done.returncode == 0 else None
+    query = ["nvidia-smi", device, "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    done = subprocess.run(query, capture_output=True, text=True, timeout=60, check=True)
+    return int(done.stdout)
 
 
 @pytest.mark.skipif(

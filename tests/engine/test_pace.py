@@ -119,6 +119,26 @@ def test_a_trade_that_was_looked_for_before_a_promise_does_not_break_it(
     assert precision._table.committed[wide] == bits[wide]
 
 
+def test_a_trade_counts_the_moves_that_were_made(qwen: tuple[Any, Path]) -> None:
+    """Its second reduction is refused: neither that nor the raise behind it is counted."""
+    engine = open_engine(qwen[1], memory_budget=tight_budget(qwen[1], 10, "static:3"))
+    precision: Any = engine._parts.precision
+    table, page = precision._table, engine.status().page_bytes
+    bits = table.committed.copy()
+    wide, other = (int(block) for block in np.argsort(-bits, kind="stable")[:2])
+    narrow, cost = int(np.argmin(bits)), table.cost_bytes()
+    at = np.array([wide, other])
+    freed = np.array([cost[b, bits[b] - 2] - cost[b, bits[b] - 3] for b in at])
+    precision._pace.is_over = lambda: False
+    down = Plan(at, bits[at] + [0, 1], bits[at] - 1, freed, np.zeros(2), True, 0.0)
+    up = Plan(*(np.array([n]) for n in (narrow, bits[narrow], 6, 0, -1.0)), True, 0.0)
+    made = precision.transitions
+    precision._trade(Trade(down, up), 0.0)
+    record = engine.status().plan_history[-1]
+    assert record["moves"] == precision.transitions - made == 1
+    assert (record["pages"], record["pages_wanted"]) == (freed[0] // page, freed.sum() // page)
+
+
 @pytest.mark.parametrize("refused", ["layer floor", "stale"])
 def test_a_trade_ends_where_its_reductions_are_refused(
     qwen: tuple[Any, Path], refused: str
@@ -137,7 +157,9 @@ def test_a_trade_ends_where_its_reductions_are_refused(
     assert free >= precision._table.raise_pages(narrow, int(bits[narrow]) + 1) > 0
     if not floor:
         trade.down.from_bits[0] -= 1
+    plans = precision.plans
     precision._trade(trade, 0.0)
+    assert precision.plans == plans  # what is not made is not told as a plan
     assert not precision._agenda
     assert not precision._table.in_transfer
     assert (precision._table.committed == bits).all()

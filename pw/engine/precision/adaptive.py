@@ -352,7 +352,7 @@ class AdaptivePrecision(PrecisionBase):
         self._count_plan(seconds)
         if trade is None:
             return
-        downs, room = deque(trade.down.moves), 0
+        downs, room, wanted = deque(trade.down.moves), 0, trade.down.bytes // self._page_bytes
         for move in trade.up.moves:
             needed = self._table.raise_pages(move.block, move.to_bits)
             while downs and room < needed:
@@ -362,10 +362,10 @@ class AdaptivePrecision(PrecisionBase):
             self._agenda.append((move, REBALANCE))
         self._agenda.extend((move, REBALANCE) for move in downs)
         self._trading = True
-        spent = trade.down.bytes // self._page_bytes
-        moves = (*trade.down.moves, *trade.up.moves)
-        self._note_plan(REBALANCE, moves, spent, spent, moves)
-        self._begin_planned(0)
+        begun, later = self._begin_planned(0), [move for move, _ in self._agenda]
+        if moves := (*begun, *later):
+            given = sum(move.bytes for move in moves if move.to_bits < move.from_bits)
+            self._note_plan(REBALANCE, moves, given // self._page_bytes, wanted, later)
 
     def _start_raise(self, move: Move, reason: str, keep: int = 0) -> bool:
         """Start a raise if its pages are free, and so many besides."""

@@ -289,7 +289,7 @@ class PrecisionBase:
         record: dict[str, object] = {
             "step": self._step,
             "reason": reason,
-            "moves": len(moves),
+            "moves": len(moves),  # made, begun, or still to begin, of which some may be refused
             "pages_wanted": wanted,
             "pages": pages,
             "damage": sum(move.damage for move in moves),

@@ -11,7 +11,8 @@ One JSON object a line:
     {"event": "begin_raise", ... "pages": taken}   {"event": "commit_raise", ...}
     {"event": "cancel_raise", ...}
     {"event": "failed", ... "from": b, "to": b', "reason": error}    nothing changed, not replayed
-    {"event": "plan", "step": s, "reason": ..., "moves": n, ...}    a summary, not replayed
+    {"event": "plan", "step": s, "reason": ..., "moves": n, ...}    a summary, not replayed: moves
+                          that were made or begun, or are still to begin and may yet be refused
 
 Reasons are the pressure policy's, `kv allocation` and `last resort` of the scheduler, `rebalance`,
 `policy`, and `floor`: a request waits for its `min_bits`.
