@@ -15,6 +15,8 @@ Knows module names and shapes, no processes.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -60,6 +62,26 @@ class Reduction:
         if self._all_reduce is not None:
             return self._all_reduce(partial, add)
         return partial if add is None else add + partial
+
+    @contextlib.contextmanager
+    def apart(self) -> Iterator[None]:
+        """Leave partial sums alone in here, and wait for no other rank."""
+        connected, self._all_reduce = self._all_reduce, None
+        try:
+            yield
+        finally:
+            self._all_reduce = connected
+
+
+@contextlib.contextmanager
+def ranks_apart(model: nn.Module) -> Iterator[None]:
+    """Let a rank run its part of a model in here without the others: the results mean nothing."""
+    found = {module.__dict__.get("pw_reduce") for module in model.modules()}
+    with contextlib.ExitStack() as stack:
+        for reduction in found:
+            if isinstance(reduction, Reduction):
+                stack.enter_context(reduction.apart())
+        yield
 
 
 @dataclass(frozen=True)

@@ -260,6 +260,25 @@ def test_what_cannot_be_captured_runs_as_before_and_is_told_once(
     assert start.capture_steps(*made, lambda _: eager) is not None
 
 
+def test_an_error_in_a_rehearsed_prompt_costs_decode_nothing(
+    qwen: tuple[Any, Path], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> None:
+        raise RuntimeError("out of memory")
+
+    engine = open_engine(qwen[1], "static:4")
+    runner = engine._parts.runner
+    monkeypatch.setattr(start, "rehearse_prompts", broken)
+    with caplog.at_level(logging.WARNING):
+        made = (runner._skeleton, runner._experts, engine._parts.kv, 8)
+        steps = start.capture_steps(*made, lambda _: eager)
+    assert steps is not None
+    assert steps.sizes == bucket_sizes(8)
+    assert caplog.messages == [
+        "what prompts need is not all compiled yet: RuntimeError: out of memory"
+    ]
+
+
 def test_a_draw_that_does_not_compile_at_the_start_is_told_once(
     qwen: tuple[Any, Path], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

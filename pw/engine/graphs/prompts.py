@@ -13,6 +13,7 @@ from pw.engine.experts import RoutedExperts
 from pw.memory.kv_cache import KvCache
 from pw.memory.kv_layout import GroupBatch
 from pw.models.skeleton import Skeleton
+from pw.models.slicing import ranks_apart
 
 _FEW = 96  # tokens: more than a decode step has, too few to fill a GPU
 _LONG = 4096  # tokens before them, over which attention is split
@@ -44,6 +45,8 @@ class _NobodysPrompt(StepBatch):
 def rehearse_prompts(skeleton: Skeleton, experts: RoutedExperts, kv: KvCache) -> None:
     """Run the largest chunk of a prompt, a small one, and a small one behind a long context.
 
+    Each of several ranks does so by itself: one at which it breaks leaves no other waiting.
+
     Args:
         skeleton: The model, with `experts` bound.
         experts: What its experts modules call.
@@ -60,7 +63,8 @@ def rehearse_prompts(skeleton: Skeleton, experts: RoutedExperts, kv: KvCache) ->
         experts.batch = batch
         try:
             last = batch.positions.new_tensor([tokens - 1])
-            hidden = skeleton.hidden(batch.input_ids, batch.positions, batch, last)
-            skeleton.logits(hidden)
+            with ranks_apart(skeleton.model):
+                hidden = skeleton.hidden(batch.input_ids, batch.positions, batch, last)
+                skeleton.logits(hidden)
         finally:
             experts.batch = None

@@ -66,9 +66,7 @@ def _compile(skeleton: Skeleton, experts: RoutedExperts, kv: KvCache, most: int)
     started = time.monotonic()
     with rehearsal(skeleton.device) as kernels:
         DecodeSteps(skeleton, experts, kv, most, _once)
-        rehearse_prompts(skeleton, experts, kv)
-        for tokens in prompt_sizes(kv.chunk_tokens):
-            experts.rehearse(tokens, skeleton.dtype)
+        _rehearse(skeleton, experts, kv)
     if kernels is not None and kernels.compiled:
         logger.info(
             "compiled %d kernels in %.1f s, kept in %s",
@@ -76,6 +74,20 @@ def _compile(skeleton: Skeleton, experts: RoutedExperts, kv: KvCache, most: int)
             time.monotonic() - started,
             kernels.folder,
         )
+
+
+def _rehearse(skeleton: Skeleton, experts: RoutedExperts, kv: KvCache) -> None:
+    """Go through prompts. An error is told, and left to the first prompt that comes."""
+    try:
+        rehearse_prompts(skeleton, experts, kv)
+        for tokens in prompt_sizes(kv.chunk_tokens):
+            experts.rehearse(tokens, skeleton.dtype)
+    except Exception as error:  # whatever a model does, or has no memory for
+        logger.warning(
+            "what prompts need is not all compiled yet: %s: %s", type(error).__name__, error
+        )
+        if skeleton.device.type == "cuda":
+            torch.cuda.synchronize(skeleton.device)  # a device that is lost says so here
 
 
 def prompt_sizes(most: int) -> list[int]:

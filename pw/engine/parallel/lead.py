@@ -216,7 +216,8 @@ class LeadRunner(ModelRunner):
     def capture(self, most: int) -> None:
         """See `ModelRunner`. All ranks capture the same steps in the same order, or none replays.
 
-        The first runs of a step add up over the ranks; its capture asks nothing of the others.
+        The first runs of a step add up over the ranks; its capture asks nothing of the others, nor
+        do prompts that are rehearsed.
         """
         with self._team.in_step(math.inf):  # kernels are compiled, for every batch size
             self._team.capture(most)

@@ -14,6 +14,8 @@ import pytest
 import torch
 
 from pw.engine import Engine, runner
+from pw.engine.context import StepBatch
+from pw.engine.graphs import prompts, start
 from pw.engine.graphs.capture import eager
 from pw.engine.graphs.decode import DecodeSteps
 from pw.engine.request import SamplingParams
@@ -131,6 +133,35 @@ def test_ranks_commit_the_same_bits_at_the_same_steps(
     assert leads == follows
     assert len(set(leads)) > 3
     check_alike(engine, followed)
+    engine.close()
+
+
+def test_a_rehearsed_prompt_that_breaks_on_one_rank_keeps_no_other_waiting(
+    artifact: Path, threads: list[FollowerThread], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attend, broken = StepBatch.attend, []
+
+    def breaks(batch: StepBatch, layer: int, *rest: Any, **options: Any) -> torch.Tensor:
+        if layer and threading.current_thread() is not threading.main_thread():
+            broken.append(layer)  # behind the sums of the first layer
+            raise RuntimeError("out of memory")
+        return attend(batch, layer, *rest, **options)
+
+    def make(*arguments: Any) -> DecodeSteps | None:
+        return start.capture_steps(*arguments, lambda _: eager)
+
+    monkeypatch.setattr(runner, "capture_steps", make)
+    monkeypatch.setattr(prompts._NobodysPrompt, "attend", breaks)
+    settings: dict[str, Any] = TWO | {"collective_timeout": 20.0}
+    engine = open_engine(artifact, "static:4", **settings)
+    asked = [random_prompt(20, seed) for seed in range(3)]
+    expected = engine.generate(asked, GREEDY)
+    engine._parts.runner.capture(8)
+    assert broken
+    assert engine._parts.runner.steps is not None
+    found = engine.generate(asked, GREEDY)
+    assert [its.token_ids for its in found] == [its.token_ids for its in expected]
+    assert threads[-1].followed._runner.steps is not None
     engine.close()
 
 
