@@ -173,6 +173,22 @@ def test_the_log_tells_how_sequences_without_an_end_ended(served, caplog, prompt
     assert f"finish {ends}, " in log.line()
 
 
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_refusal_by_the_engine_is_counted_once(served, n, stream):
+    """Nothing ran: nothing was given up, neither the sequence nor those that came with it."""
+    before = served.metrics()
+    served.http.post("/v1/completions", json={"prompt": [REFUSE], "n": n, "stream": stream})
+    wait_for(lambda: not served.context.generations)
+    after = served.metrics()
+    names = 'pw:%s_total{engine="0",model_name="fake",reason="%s"}'
+    refused = names % ("requests_rejected", "context_length_exceeded")
+    assert after[refused] - before.get(refused, 0) == 1
+    for reason in ("client", "engine", "error"):
+        aborted = names % ("request_aborted", reason)
+        assert after[aborted] == before[aborted]
+
+
 def test_client_that_leaves_a_stream(start, caplog):
     with start() as served:
         log = Log(served, caplog)

@@ -127,8 +127,9 @@ class Generation:
         left = error is not None and issubclass(error, gone) and not self._failed
         if left:
             self._unfinished = "gone"
+        refused = self._unfinished == "refused"  # counted as such, and with it those that wait
         for timer in self._timers:
-            timer.close("client" if left else "error")
+            timer.close(None if refused and timer.waits else "client" if left else "error")
         self._log()
 
     def __aiter__(self) -> Generation:

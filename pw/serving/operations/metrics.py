@@ -184,11 +184,16 @@ class SequenceTimer:
         self._metrics.queue_time.observe(output.queue_seconds)
         self._metrics.prefill_time.observe(output.prefill_seconds)
 
-    def close(self, reason: str) -> None:
-        """Count a sequence that nobody waits for any more, unless it has finished."""
+    def close(self, reason: str | None) -> None:
+        """Count a sequence that nobody waits for any more, unless it has finished.
+
+        Args:
+            reason: Why it was given up; None: it never ran, do not count it.
+        """
         if self.finish_reason is None:
             self._last = time.monotonic()
-            self._metrics.aborted(reason)
+            if reason is not None:
+                self._metrics.aborted(reason)
 
     def _finish(self, reason: FinishReason) -> None:
         self.finish_reason = reason
