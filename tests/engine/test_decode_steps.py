@@ -304,7 +304,7 @@ def test_kernels_are_compiled_before_steps_are_captured(
     engine = open_engine(qwen[1], "static:4")
     runner, log = engine._parts.runner, []
     experts: Any = runner._experts
-    called = experts.__call__
+    called, joined = experts.__call__, experts.joined
 
     class Rehearsal:
         compiled, folder = 3, Path("cache")
@@ -320,6 +320,10 @@ def test_kernels_are_compiled_before_steps_are_captured(
         log.append(len(x))
         return called(slot, module, x, *rest)
 
+    def noted_joined(slot: int, module: Any, x: Tensor, *rest: Any, summed: bool) -> Any:
+        log.append(len(x))
+        return joined(slot, module, x, *rest, summed=summed)
+
     def new_capture(_: torch.device) -> Callable[[Step], Step]:
         log.append("capture")
         return eager
@@ -327,6 +331,7 @@ def test_kernels_are_compiled_before_steps_are_captured(
     monkeypatch.setattr(start, "rehearsal", lambda _: Rehearsal())
     monkeypatch.setattr(experts_module, "compiles", lambda x, *_, **__: x.dtype == torch.float32)
     monkeypatch.setattr(type(experts), "__call__", lambda _, *args: noted(*args))
+    monkeypatch.setattr(type(experts), "joined", lambda _, *args, **kw: noted_joined(*args, **kw))
     with caplog.at_level(logging.INFO):
         start.capture_steps(runner._skeleton, experts, engine._parts.kv, 4, new_capture)
     layers = len(runner._skeleton.geometry.layers)

@@ -36,10 +36,13 @@ def test_they_store_nothing_and_count_nothing(kind: str, tmp_path: Path) -> None
     engine.check_integrity()
 
 
+@pytest.mark.parametrize(("sequences", "few"), [(8, 96), (100, 101)])
 def test_they_have_the_shapes_that_attention_is_compiled_for(
-    qwen: tuple[Any, Path], monkeypatch: pytest.MonkeyPatch
+    qwen: tuple[Any, Path], monkeypatch: pytest.MonkeyPatch, sequences: int, few: int
 ) -> None:
-    engine = open_engine(qwen[1], max_num_batched_tokens=128, memory_budget=1 << 26)
+    engine = open_engine(
+        qwen[1], max_num_seqs=sequences, max_num_batched_tokens=128, memory_budget=1 << 26
+    )
     found: list[tuple[int, int]] = []
     attend = StepBatch.attend
 
@@ -51,4 +54,6 @@ def test_they_have_the_shapes_that_attention_is_compiled_for(
     parts = engine._parts
     rehearse_prompts(parts.skeleton, parts.runner._experts, parts.kv)
     longest = parts.kv.block_tables[0].shape[2] * parts.kv.shapes[0].tokens_per_page
-    assert list(dict.fromkeys(found)) == [(128, 128), (96, 96), (96, min(longest, 4096 + 96))]
+    assert list(dict.fromkeys(found)) == [
+        (128, 128), (few, few), (few, min(longest, 4096 + few)),
+    ]  # fmt: skip

@@ -15,7 +15,7 @@ from pw.memory.kv_layout import GroupBatch
 from pw.models.skeleton import Skeleton
 from pw.models.slicing import ranks_apart
 
-_FEW = 96  # tokens: more than a decode step has, too few to fill a GPU
+_FEW = 96  # tokens: too few to fill a GPU
 _LONG = 4096  # tokens before them, over which attention is split
 
 
@@ -57,7 +57,8 @@ def rehearse_prompts(skeleton: Skeleton, experts: RoutedExperts, kv: KvCache) ->
         for table, shape in zip(kv.block_tables, kv.shapes, strict=True)
     )
     chunk = min(kv.chunk_tokens, longest)
-    few = min(_FEW, chunk)
+    sequences = kv.block_tables[0].shape[0]
+    few = min(max(_FEW, sequences + 1), chunk)  # more than a decode step has
     for tokens, context in ((chunk, 0), (few, 0), (few, min(_LONG, longest - few))):
         batch = _NobodysPrompt(tokens, context, kv, skeleton.device)
         experts.batch = batch
