@@ -9,13 +9,15 @@ from typing import Any
 import pytest
 import torch
 
-from pw.config import PlannerConfig, PrecisionPolicy
+from pw.config import EngineConfig, PlannerConfig, PrecisionPolicy
 from pw.engine import Engine
 from pw.errors import ConfigError, PwError
 from pw.evaluation.bench.filling import Ballast, fill
 from pw.evaluation.bench.floor import StepBytes, copy_bandwidth, step_bytes
 from pw.evaluation.bench.longest import longest_contexts
-from pw.evaluation.bench.matrix import Matrix, parse_policy, run_matrix
+from pw.evaluation.bench.matrix import Matrix, run_matrix
+from pw.evaluation.bench.matrix_limits import Limits
+from pw.evaluation.bench.matrix_policies import parse_policy
 from pw.evaluation.bench.peers import transformers_generate
 from pw.evaluation.bench.profile import Run, by_class, class_floors
 from pw.evaluation.bench.tables import at_equal_bytes, report, speedups
@@ -228,6 +230,89 @@ def test_longest_contexts_are_served_and_what_does_not_fit_is_named(folder: Path
 def test_what_is_no_policy_of_the_comparison_is_refused(text: str) -> None:
     with pytest.raises(ConfigError):
         parse_policy(text)
+
+
+def test_a_width_is_refused_by_the_name_that_was_given() -> None:
+    with pytest.raises(ConfigError, match=r"^adaptive width must be 2 to 8: `adaptive:1`$"):
+        parse_policy("adaptive:1")
+
+
+@pytest.mark.parametrize("policies", [("static:3", "static:7", "dense"), ("static:7", "static:3")])
+def test_widths_that_the_artifact_does_not_have_are_left_out(
+    tiny: Path, policies: tuple[str, ...]
+) -> None:
+    matrix = replace(SMALL, policies=(*policies, "adaptive:7", "held:7"), batches=(1,))
+    config = replace(CONFIG, load_format="auto")
+    found = run_matrix(tiny, config, replace(matrix, contexts=(8,), prompt_tokens=1))
+    assert "failed" not in found
+    cells = {cell["policy"]: cell.get("left_out") for cell in found["cells"]}
+    wanted = {policy: None for policy in policies if policy != "static:7"}
+    for policy in ("static:7", "adaptive:7", "held:7"):
+        wanted[policy] = f"policy `{policy}` is not to be had: the artifact has 2 to 4 bits"
+    assert cells == wanted
+
+
+def test_a_comparison_of_no_width_that_the_artifact_has_is_refused(tiny: Path) -> None:
+    config, told = replace(CONFIG, load_format="auto"), list[str]()
+    with pytest.raises(ConfigError, match="`static:7` is not to be had") as refused:
+        run_matrix(tiny, config, replace(SMALL, policies=("static:7",)), told.append)
+    assert "--max-bits 7" in refused.value.hint
+
+
+def test_an_engine_that_a_setting_forbids_is_left_out(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unquantized experts need a checkpoint, which others do not."""
+    opens = Engine.from_artifact
+
+    def opening(path: Path, config: EngineConfig) -> Engine:
+        if config.policy.kind == "dense":
+            raise ConfigError("no checkpoint", "name it")
+        return opens(path, config)
+
+    monkeypatch.setattr(Engine, "from_artifact", opening)
+    small = replace(SMALL, policies=("dense", "static:3"), batches=(1,))
+    found = run_matrix(folder, CONFIG, small)
+    assert [cell.get("left_out") for cell in found["cells"]] == ["no checkpoint", None]
+    with pytest.raises(ConfigError, match="no checkpoint"):
+        run_matrix(folder, CONFIG, replace(small, policies=("dense",)))
+
+
+def test_contexts_beyond_the_model_are_left_out(folder: Path) -> None:
+    """The model states 512 tokens, 3 steps make 55: 457 are left."""
+    small = replace(SMALL, policies=("static:3",), batches=(1,), prompt_tokens=1)
+    found = run_matrix(folder, CONFIG, replace(small, contexts=(457, 8192, 458)))
+    left_out = {cell["context"]: cell.get("left_out") for cell in found["cells"]}
+    assert left_out[457] is None
+    assert left_out[458] == (
+        "--context 458 and the 55 tokens that --steps 3 makes behind it are more than the 512 "
+        "tokens that the model states"
+    )
+    assert str(left_out[8192]).startswith("--context 8192 and")
+
+
+@pytest.mark.parametrize(
+    ("context", "steps", "hint"),
+    [
+        (458, 3, "ask for --context 457 at most, or --steps 2 at most"),
+        (48, 9000, "ask for --steps 330 at most"),
+        (512, 3, "ask for --context 457 at most"),
+        (512, 9000, "lower --context and --steps"),
+    ],
+)
+def test_a_comparison_of_no_context_that_the_model_has_is_refused(
+    folder: Path, context: int, steps: int, hint: str
+) -> None:
+    matrix = replace(SMALL, contexts=(context, 8192), steps=steps)
+    with pytest.raises(ConfigError, match=f"^--context {context} and .* --steps {steps} ") as found:
+        run_matrix(folder, CONFIG, matrix)
+    assert found.value.hint == hint
+    limits = Limits.of(folder, "dummy")
+    if "--steps" in hint and "lower" not in hint:
+        most = int(hint.split("--steps ")[1].split()[0])
+        replace(matrix, steps=most).check(limits)
+        with pytest.raises(ConfigError):
+            replace(matrix, steps=most + 1).check(limits)
 
 
 def test_the_hint_names_every_kind_of_policy() -> None:

@@ -21,7 +21,7 @@ import logging
 import math
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,12 +29,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from pw.config import EngineConfig, PrecisionPolicy
+from pw.config import EngineConfig
 from pw.engine import Engine
 from pw.errors import BudgetError, ConfigError, PwError
 from pw.evaluation.bench.faults import clear, ended, is_lost, message
 from pw.evaluation.bench.filling import Ballast, fill
 from pw.evaluation.bench.floor import copy_bandwidth, step_bytes
+from pw.evaluation.bench.matrix_limits import Limits
+from pw.evaluation.bench.matrix_policies import Widths, by_engine, parse_policy
 from pw.evaluation.bench.profile import class_floors, kernel_milliseconds
 from pw.evaluation.bench.tables import at_equal_bytes, line, speedups
 from pw.evaluation.bench.timing import (
@@ -46,7 +48,6 @@ from pw.evaluation.bench.timing import (
     random_prompts,
     timed,
 )
-from pw.planning.bits_file import write_bits
 
 logger = logging.getLogger(__name__)
 
@@ -78,8 +79,15 @@ class Matrix:
     kernels: bool = False  # also where the device's time goes
 
     def __post_init__(self) -> None:
-        if not self.policies or min((*self.batches, *self.contexts, self.steps, 1)) < 1:
-            raise ConfigError("policies, batches, contexts and steps must be at least 1")
+        for flag, numbers in (
+            ("--batch-size", self.batches),
+            ("--context", self.contexts),
+            ("--steps", (self.steps,)),
+            ("--prompt-tokens", (self.prompt_tokens,)),
+            ("--most-tokens", (self.most_tokens,)),
+        ):
+            if min(numbers) < 1:
+                raise ConfigError(f"{flag} must be at least 1: {min(numbers)}")
         for policy in self.policies:
             parse_policy(policy)
             planned = policy.replace("held", "adaptive")
@@ -101,23 +109,13 @@ class Matrix:
         """Tokens that each sequence of a cell makes at most."""
         return _SETTLE + self.steps + self.steps // 4 + _REST
 
+    def check(self, limits: Limits) -> None:
+        """Refuse what a model does not allow; cells of some contexts are left out instead.
 
-def parse_policy(text: str) -> tuple[PrecisionPolicy, int | None]:
-    """A policy, and for `adaptive:<b>` and `held:<b>` the uniform width whose bytes it has.
-
-    Raises:
-        ConfigError: It is none of `dense`, `static:<b>`, `adaptive:<b>`, `held:<b>`.
-    """
-    kind, _, bits = text.partition(":")
-    if kind in ("adaptive", "held") and bits.isdigit():
-        PrecisionPolicy.parse(f"static:{bits}")
-        return PrecisionPolicy("adaptive" if kind == "adaptive" else "static"), int(bits)
-    if text != "dense" and not (kind == "static" and bits.isdigit()):
-        raise ConfigError(
-            f"not a policy of the comparison: `{text}`",
-            "use dense, static:3, adaptive:3, held:3",
-        )
-    return PrecisionPolicy.parse(text), None
+        Raises:
+            ConfigError: All contexts are too long.
+        """
+        limits.check(self.contexts, self.steps, self.tokens)
 
 
 def run_matrix(
@@ -133,26 +131,31 @@ def run_matrix(
     Args:
         folder: An artifact, or what stands for dummy weights.
         config: Of the engines, but for the policy; no prefix cache.
-        matrix: What to measure.
+        matrix: What to measure. Cells that the model does not allow are left out.
         advance: Told each cell when it is done.
+
+    Raises:
+        ConfigError: None can be measured.
     """
+    limits = Limits.of(folder, config.load_format)
+    matrix.check(limits)
     tokens = matrix.tokens
     config = replace(
         config,
         enable_prefix_caching=False,
         max_num_seqs=max(matrix.batches),
-        max_model_len=max(matrix.contexts) + tokens,
+        max_model_len=min(max(matrix.contexts) + tokens, limits.tokens),
         planner=replace(
             config.planner, low_watermark=0.0, high_watermark=_TINY, forecast_steps=tokens
         ),
     )
-    run, result = _Run(folder, config, matrix, advance), dict[str, Any](interrupted=False)
+    run, result = _Run(folder, config, matrix, limits, advance), dict[str, Any](interrupted=False)
     try:
         run.measure()
     except KeyboardInterrupt:
         result["interrupted"] = True
     except Exception as error:
-        if all("left_out" in cell for cell in run.cells):
+        if not run.measured:
             raise
         logger.error("the run is over, what was measured is kept", exc_info=error)
         result["failed"] = message(error)
@@ -172,23 +175,31 @@ class _Run:
         folder: Path,
         config: EngineConfig,
         matrix: Matrix,
+        limits: Limits,
         advance: Callable[[str], None],
     ) -> None:
         self._folder, self._config, self._matrix = folder, config, matrix
-        self._advance = advance
+        self._limits, self._advance = limits, advance
+        self._refusals: list[ConfigError] = []  # of policies
         self._ends = time.monotonic() + matrix.seconds
         self.cells: list[dict[str, Any]] = []
         self.speed = 0.0  # of a copy in bytes a second, once it has been measured
+
+    @property
+    def measured(self) -> bool:
+        """Whether a cell has been."""
+        return any("left_out" not in cell for cell in self.cells)
 
     def measure(self) -> None:
         """Measure all cells.
 
         Raises:
+            ConfigError: No policy can be measured.
             Exception: What no cell can be measured after.
         """
         with tempfile.TemporaryDirectory() as temporary:
-            widths = _Widths(Path(temporary))
-            for group in _by_engine(self._matrix.policies):
+            widths = Widths(Path(temporary))
+            for group in by_engine(self._with_widths()):
                 if self._late():
                     self.cells += [{"policy": policy, "left_out": _LATE} for policy in group]
                     continue
@@ -199,6 +210,26 @@ class _Run:
                         self._measure_with(engine, group, widths)
                     del engine
                 collect()
+        if self._refusals and len(self._refusals) == len(self.cells):
+            raise self._refusals[0]  # with its hint
+
+    def _with_widths(self) -> list[str]:
+        """Policies whose widths there are; a cell says of each other one why not."""
+        found = []
+        for policy in self._matrix.policies:
+            if (refusal := self._limits.of_policy(policy)) is None:
+                found.append(policy)
+            else:
+                self._leave_out(policy, refusal)
+        return found
+
+    def _leave_out(self, policy: str, error: Exception) -> None:
+        if isinstance(error, ConfigError):
+            self._refusals.append(error)
+        self._add({"policy": policy, "left_out": message(error)})
+
+    def _too_long(self, context: int) -> ConfigError | None:
+        return self._limits.of_context(context, self._matrix.steps, self._matrix.tokens)
 
     def _late(self) -> bool:
         return time.monotonic() > self._ends
@@ -207,22 +238,24 @@ class _Run:
         self.cells.append(cell)
         self._advance(line(cell))
 
-    def _open(self, policy: str, widths: _Widths) -> Engine | None:
+    def _open(self, policy: str, widths: Widths) -> Engine | None:
         """An engine; None, and a cell that says why not."""
         try:
             chosen = replace(self._config, policy=widths.policy(policy))
             return Engine.from_artifact(self._folder, chosen)
-        except (BudgetError, torch.OutOfMemoryError) as error:
-            self._add({"policy": policy, "left_out": message(error)})
+        except (BudgetError, ConfigError, torch.OutOfMemoryError) as error:
+            self._leave_out(policy, error)
             return None
 
     def _warm_up(self, engine: Engine, policy: str, started: float) -> None:
         """Compute a prompt of each length."""
         for context in self._matrix.contexts:
+            if self._too_long(context) is not None:
+                continue
             first_tokens(engine, 1, min(context, self._matrix.prompt_tokens), seed=-1)
         self._advance(f"{policy}: ready in {time.perf_counter() - started:.1f} s")
 
-    def _measure_with(self, engine: Engine, group: Sequence[str], widths: _Widths) -> None:
+    def _measure_with(self, engine: Engine, group: Sequence[str], widths: Widths) -> None:
         """Add the cells of an engine."""
         matrix = self._matrix
         self.speed = self.speed or copy_bandwidth(engine._parts.arena.pages.device)
@@ -231,6 +264,9 @@ class _Run:
             cell = _Cell(engine, ballast, policy, batch, context, matrix)
             if self._late():
                 self._add(cell.name | {"left_out": _LATE})
+                continue
+            if (refusal := self._too_long(context)) is not None:
+                self._add(cell.name | {"left_out": message(refusal)})
                 continue
             try:
                 found = cell.measure(self.speed)
@@ -245,48 +281,6 @@ class _Run:
             else:
                 widths.note(policy, engine)
                 self._add(found)
-
-
-def _by_engine(policies: Iterable[str]) -> list[list[str]]:
-    """Policies that share an engine: adaptive ones, most bytes first (planes are only given up).
-
-    Widths are held behind the adaptive ones that find them.
-    """
-    groups: dict[str, list[str]] = {}
-    for policy in sorted(policies, key=lambda policy: policy.startswith("held")):
-        kind = policy.partition(":")[0]
-        groups.setdefault(kind if kind == "adaptive" else policy, []).append(policy)
-    return [sorted(group, reverse=True) for group in groups.values()]
-
-
-class _Widths:
-    """Widths that adaptive policies have come to, in files of a folder."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-
-    def _file(self, bits: int) -> Path:
-        return self._folder / f"{bits}.json"
-
-    def note(self, policy: str, engine: Engine) -> None:
-        """Keep those of a measured cell's end, if it is the first of its policy."""
-        kind, bits = parse_policy(policy)
-        table = engine._parts.table
-        if kind.kind == "adaptive" and bits and table and not self._file(bits).exists():
-            write_bits(self._file(bits), table.geometry, table.committed)
-
-    def policy(self, text: str) -> PrecisionPolicy:
-        """The policy of an engine.
-
-        Raises:
-            BudgetError: No cell has come to the widths that it holds.
-        """
-        policy, bits = parse_policy(text)
-        if not text.startswith("held") or bits is None:
-            return policy
-        if not self._file(bits).exists():
-            raise BudgetError(f"no cell of adaptive:{bits} was measured")
-        return replace(policy, path=self._file(bits))
 
 
 class _Cell:
