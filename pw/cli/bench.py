@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
@@ -14,14 +14,11 @@ from typer.core import TyperGroup
 from pw.cli.address import server_url
 from pw.cli.bench_options import Client, Dataset, Result, random_seed
 from pw.cli.command import add_command, print_json
-from pw.cli.locate import TINY, artifact_path, model_folder
+from pw.cli.locate import TINY, model_folder
 from pw.cli.options import Calibration, Common, Planner, Runtime, Widths
 from pw.cli.stages import build, fit, progress_of
 from pw.config import PlannerConfig
 from pw.errors import ConfigError
-
-if TYPE_CHECKING:
-    from pw.models.tokenizer import Tokenizer
 
 _DEFAULT = "compare"
 
@@ -112,7 +109,7 @@ def serve(client: Client, dataset: Dataset, result: Result, common: Common) -> N
     if client.backend not in endpoints:
         raise ConfigError(f"unknown backend: `{client.backend}`", "use openai or openai-chat")
     workload = dataset.workload(random_seed(client.seed))
-    requests = workload.requests() if client.tokenizer is None else _counted(client, workload)
+    requests = workload.requests() if client.tokenizer is None else client.counted(workload)
     target = Target(
         base_url=server_url(client.base_url or f"http://{client.host}:{client.port}", "--base-url"),
         endpoint=endpoints[client.backend],
@@ -143,17 +140,6 @@ def serve(client: Client, dataset: Dataset, result: Result, common: Common) -> N
     if figures["failed"]:
         typer.echo(f"{figures['failed']} of {len(timings)} requests failed", err=True)
         raise typer.Exit(1)
-
-
-def _counted(client: Client, workload: Any) -> Any:
-    """Requests drawn and counted with the tokenizer that `--tokenizer` names."""
-    from pw.models.light import load_tokenizer_alone
-    from pw.models.resolve import resolve_model
-
-    name = client.tokenizer or ""
-    folder = artifact_path(name) if name == TINY else resolve_model(name)
-    tokenizer: Tokenizer = load_tokenizer_alone(folder)
-    return workload.requests(range(tokenizer.vocab_size), lambda text: len(tokenizer.encode(text)))
 
 
 def squeeze(
@@ -264,6 +250,11 @@ def matrix(
     form = result.check(common)
     if transformers and config.load_format != "dummy":
         raise ConfigError("--transformers needs --load-format dummy: random weights on both sides")
+    if config.max_model_len is not None and longest_within is None:
+        raise ConfigError(
+            f"--max-model-len changes no cell of the comparison: {config.max_model_len}",
+            "leave it out: --context says how long contexts are",
+        )
     path = model_folder(model, runtime, quiet=common.quiet)
     budget = None if longest_within is None else parse_bytes(longest_within)
 
@@ -271,6 +262,7 @@ def matrix(
     from pw.evaluation.bench.faults import undisturbed
     from pw.evaluation.bench.longest import longest_contexts
     from pw.evaluation.bench.matrix import Matrix, run_matrix
+    from pw.evaluation.bench.matrix_limits import Limits
     from pw.evaluation.bench.peers import transformers_generate
     from pw.evaluation.bench.tables import report
 
@@ -287,6 +279,7 @@ def matrix(
     tell = (lambda _: None) if common.quiet else (lambda text: typer.echo(text, err=True))
     figures: dict[str, Any] = {"model": model, "settings": settings}
     if transformers:
+        cells.check(Limits.of(path, config.load_format))  # before it takes minutes
         figures["transformers"] = transformers_generate(path, device_of(config), cells.contexts)
     figures |= run_matrix(path, config, cells, tell)
     try:
@@ -301,8 +294,13 @@ def matrix(
             if form == "md":
                 print(report(figures))
             result.show("matrix", figures, common, printed=form == "md")
-    if figures["interrupted"] or "failed" in figures:
-        raise typer.Exit(130 if figures["interrupted"] else 1)
+    if figures["interrupted"]:
+        raise typer.Exit(130)
+    if all("left_out" in cell for cell in figures["cells"]):
+        typer.echo("no cell was measured", err=True)
+        raise typer.Exit(1)
+    if "failed" in figures:
+        raise typer.Exit(1)
 
 
 def compare(

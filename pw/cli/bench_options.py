@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from pw.cli.folders import check_folder
+from pw.cli.locate import TINY, artifact_path
 from pw.cli.options import Common, option
 from pw.errors import ConfigError
 
 if TYPE_CHECKING:
-    from pw.evaluation.bench.workload import Workload
+    from pw.evaluation.bench.workload import Request, Workload
 
 _workload = partial(option, "Workload")
 _result = partial(option, "Result")
@@ -190,3 +191,15 @@ class Client:
         if unknown := [name for name in found if name not in METRICS]:
             raise ConfigError(f"unknown metric: `{unknown[0]}`", f"use {', '.join(METRICS)}")
         return found
+
+    def counted(self, workload: Workload) -> list[Request]:
+        """Requests drawn and counted with the tokenizer that `--tokenizer` names."""
+        from pw.models.light import load_tokenizer_alone
+        from pw.models.resolve import resolve_model
+
+        name = self.tokenizer or ""
+        folder = artifact_path(name) if name == TINY else resolve_model(name)
+        tokenizer = load_tokenizer_alone(folder)
+        return workload.requests(
+            range(tokenizer.vocab_size), lambda text: len(tokenizer.encode(text))
+        )

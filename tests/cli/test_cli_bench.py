@@ -120,6 +120,29 @@ def test_a_matrix_that_is_cut_short_shows_and_saves_what_it_has(
     assert kept["interrupted"] is interrupted
     assert [cell["batch"] for cell in kept["cells"] if "left_out" not in cell] == [1]
     assert "longest_contexts" not in kept
+    word = "Interrupted" if interrupted else "Failed"
+    assert f"\n\n{word}: 1 cell measured, the rest is missing" in done.out
+
+
+def test_a_matrix_without_a_measured_cell_fails(config: str) -> None:
+    cells = ("--policy", "static:3", "--batch-size", "1", "--context", "24", "--seconds", "0")
+    done = run("bench", "matrix", config, *DUMMY, *SMALL[:4], *cells, "-q")
+    assert done.code == 1
+    assert "no time left" in done.out
+    assert done.err.splitlines() == ["no cell was measured"]
+
+
+def test_a_context_that_the_model_does_not_have_is_refused_before_transformers(
+    config: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def generate(*_: Any) -> None:
+        raise AssertionError("too late")
+
+    monkeypatch.setattr("pw.evaluation.bench.peers.transformers_generate", generate)
+    done = run("bench", "matrix", config, *DUMMY, "--transformers", "--context", "512")
+    assert (done.code, done.out) == (2, "")
+    assert "--context 512 and the 177 tokens that --steps 100 makes" in done.err.splitlines()[0]
+    assert "--context 335 at most" in done.err
 
 
 def test_a_second_interrupt_does_not_lose_the_record(
@@ -178,7 +201,14 @@ def test_generate_speaks_numbers_and_a_changed_config_is_another_folder(
         (("latency", "CONFIG", *DUMMY, "--metric-percentiles", "50,x"), "not a list of percen"),
         (("latency", "CONFIG", *DUMMY, "--batch-size", "0"), "must be at least 1"),
         (("matrix", "CONFIG", *DUMMY, "--policy", "replay:x"), "not a policy of the comparison"),
-        (("matrix", "CONFIG", *DUMMY, "--steps", "0"), "must be at least 1"),
+        (("matrix", "CONFIG", *DUMMY, "--steps", "0"), "--steps must be at least 1: 0"),
+        (("matrix", "CONFIG", *DUMMY, "--batch-size", "4", "--batch-size", "0"),
+         "--batch-size must be at least 1: 0"),
+        (("matrix", "CONFIG", *DUMMY, "--context", "-5"), "--context must be at least 1: -5"),
+        (("matrix", "CONFIG", *DUMMY, "--prompt-tokens", "0"), "--prompt-tokens must be at le"),
+        (("matrix", "CONFIG", *DUMMY, "--most-tokens", "0"), "--most-tokens must be at least"),
+        (("matrix", "CONFIG", *DUMMY, "--max-model-len", "4096"),
+         "--max-model-len changes no cell of the comparison: 4096"),
         (("matrix", "tiny", "--transformers"), "--transformers needs --load-format dummy"),
         (("squeeze", "CONFIG", *DUMMY, "--precision-policy", "static:3"), "only adaptive"),
         (("squeeze", "CONFIG", *DUMMY, "--memory-budget", "48MiB"), "beside the widest experts"),

@@ -114,7 +114,17 @@ def report(result: dict[str, Any]) -> str:
     if result.get("longest_contexts"):
         heads = ("longest context", "budget", "tokens", "served", "bits before", "bits with it")
         parts.append(_table(heads, map(_context_line, result["longest_contexts"])))
+    parts += _ending(result)
     return "\n\n".join(parts)
+
+
+def _ending(result: dict[str, Any]) -> list[str]:
+    """What people have to know of a run that did not come to its end, in a line."""
+    cells = len(_measured(result["cells"]))
+    kept = f"{cells} {'cell' if cells == 1 else 'cells'} measured, the rest is missing"
+    if result.get("interrupted"):
+        return [f"Interrupted: {kept}."]
+    return [f"Failed: {kept}: {result['failed']}"] if "failed" in result else []
 
 
 def _table(heads: Iterable[str], rows: Iterable[str]) -> str:
