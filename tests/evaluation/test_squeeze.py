@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -156,3 +157,54 @@ def test_experts_that_never_fit_are_no_squeeze_either(artifact: Path) -> None:
     engine = open_engine(artifact, memory_budget=budget - (1 << 18))
     with pytest.raises(ConfigError, match=r"widest experts do not fit: mean [0-9.]+ bits at rest"):
         SqueezeRun(engine, SHORT)
+
+
+def refusal_of(engine: Engine, squeeze: Squeeze) -> ConfigError:
+    with pytest.raises(ConfigError, match=r"fit beside the widest|no long prompt may") as refused:
+        SqueezeRun(engine, squeeze)
+    return refused.value
+
+
+def test_so_many_probes_that_others_find_no_room_are_refused_with_a_number_that_works(
+    artifact: Path,
+) -> None:
+    engine = open_engine(artifact, memory_budget=tight_budget(open_engine(artifact), 0.05))
+    error = refusal_of(engine, replace(SHORT, probes=40))
+    assert "40 probes of 24 tokens" in str(error)
+    found = re.match(r"lower --probes to (\d+)", error.hint or "")
+    assert found is not None
+    most = int(found[1])
+    refusal_of(engine, replace(SHORT, probes=most + 1, max_long=6 + 40 - most - 1))
+    run = SqueezeRun(engine, replace(SHORT, probes=most, max_long=6 + 40 - most))
+    assert engine.status().mean_bits == 6
+    run._cycle()
+    assert run._ended.lowest_bits < 6
+    assert run._wrong.leaked == run._wrong.over_budget == 0
+
+
+def test_probes_may_take_what_long_prompts_leave_when_they_end(artifact: Path) -> None:
+    """As many steps of ease as there may be ask for no page while the long prompts run."""
+    engine = open_engine(artifact, memory_budget=tight_budget(open_engine(artifact), 0.05))
+    few, many = (SqueezeRun(engine, replace(SHORT, ease_steps=steps)) for steps in (1, 1000))
+    assert few._long == many._long
+
+
+@pytest.mark.parametrize(
+    ("changes", "hint"),
+    [
+        ({"load": 0.01}, "raise --load above 1: 0.01 times"),
+        ({"max_long": 0, "probes": 1}, "raise --max-num-seqs and --max-model-len"),
+    ],
+)
+def test_the_hint_of_a_refusal_names_what_was_too_little(
+    artifact: Path, changes: dict[str, Any], hint: str
+) -> None:
+    engine = open_engine(artifact, memory_budget=tight_budget(open_engine(artifact), 0.05))
+    assert hint in (refusal_of(engine, replace(SHORT, **changes)).hint or "")
+
+
+def test_experts_that_cannot_narrow_are_refused_with_min_bits(artifact: Path) -> None:
+    settings: dict[str, Any] = {"min_bits": 6}
+    budget = tight_budget(open_engine(artifact, **settings), 0.05)
+    engine = open_engine(artifact, memory_budget=budget, **settings)
+    assert "--min-bits" in (refusal_of(engine, SHORT).hint or "")

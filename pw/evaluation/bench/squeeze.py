@@ -13,7 +13,6 @@ moved in them.
 
 from __future__ import annotations
 
-import bisect
 import itertools
 import math
 import time
@@ -26,11 +25,10 @@ import numpy as np
 from pw.engine import Engine
 from pw.engine.request import EngineStatus, SamplingParams
 from pw.errors import ConfigError, PwError
+from pw.evaluation.bench.long_prompts import PROBE, LongPrompts
 from pw.memory.page_table import WeightPageTable
 
 _IDLE_SECONDS = 0.002  # between safe points of an idle engine
-_PROBE = 16  # tokens of a probe's prompt
-_PROMPT_STEPS = 64  # that the long prompts may take: the probes grow meanwhile
 
 
 @dataclass(frozen=True)
@@ -125,7 +123,7 @@ class SqueezeRun:
                 f"the widest experts do not fit: mean {self._start.mean_bits:.2f} bits at rest",
                 "raise --memory-budget, or lower --max-bits",
             )
-        self._long = self._long_requests()
+        self._long = LongPrompts(engine, squeeze, self._start).lengths()
         self._status_then = self._start  # when the last cycle ended
         self._watch_releases()
 
@@ -138,7 +136,7 @@ class SqueezeRun:
         Raises:
             KeyboardInterrupt: Before the first has ended.
         """
-        probe = self._prompt(_PROBE)
+        probe = self._prompt(PROBE)
         before = self._score(probe)
         started, seconds, interrupted = time.perf_counter(), 0.0, False
         try:
@@ -205,8 +203,8 @@ class SqueezeRun:
 
     def _cycle(self) -> None:
         squeeze, engine = self._squeeze, self._engine
-        most = engine.max_model_len - _PROBE
-        probes = [self._add(self._prompt(_PROBE), most) for _ in range(squeeze.probes)]
+        most = engine.max_model_len - PROBE
+        probes = [self._add(self._prompt(PROBE), most) for _ in range(squeeze.probes)]
         for _ in range(squeeze.steady_steps):
             self._step()
         long = {self._add(self._prompt(length), squeeze.output_len) for length in self._long}
@@ -273,43 +271,6 @@ class SqueezeRun:
         return last - started
 
     # -- requests ------------------------------------------------------------------------------
-
-    def _long_requests(self) -> list[int]:
-        """Lengths of prompts whose KV together is `load` times the room beside the experts."""
-        status, squeeze = self._start, self._squeeze
-        most = self._engine.max_model_len - squeeze.output_len
-        wanted, room = squeeze.load * status.pages_free, self._room_at_most()
-        lengths: list[int] = []
-        while wanted > 0 and len(lengths) < squeeze.max_long:
-            length = most
-            while length > 16 and self._long_pages(length // 2) >= wanted:
-                length //= 2
-            length = bisect.bisect_right(range(1, length + 1), room, key=self._long_pages)
-            if length == 0:
-                break
-            lengths.append(length)
-            wanted -= self._long_pages(length)
-            room -= self._long_pages(length)
-        if sum(map(self._long_pages, lengths)) <= status.pages_free:
-            raise ConfigError(
-                f"{len(lengths)} contexts of {most} tokens fit beside the widest experts",
-                "lower --memory-budget, or raise --max-num-seqs and --max-model-len",
-            )
-        return lengths
-
-    def _long_pages(self, length: int) -> int:
-        return self._engine.pages_for_tokens(length + self._squeeze.output_len)
-
-    def _room_at_most(self) -> int:
-        """Pages for long requests beside the narrowest experts and what the probes grow to."""
-        engine, squeeze, status = self._engine, self._squeeze, self._start
-        table, config = self._table, engine._config
-        least = table.cost_bytes()[:, (config.min_bits or table.min_bits) - table.min_bits]
-        given_up = status.pages_weights - int(least.sum()) // status.page_bytes
-        steps = squeeze.steady_steps + squeeze.output_len + squeeze.ease_steps + _PROMPT_STEPS
-        probes = squeeze.probes * engine.pages_for_tokens(_PROBE + steps)
-        low = math.ceil(config.planner.low_watermark * status.pages_total) + 1
-        return status.pages_free + given_up - probes - low
 
     def _add(self, prompt: list[int], tokens: int) -> str:
         self._cycle_record.requests += 1
