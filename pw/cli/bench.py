@@ -279,8 +279,10 @@ def matrix(
     tell = (lambda _: None) if common.quiet else (lambda text: typer.echo(text, err=True))
     figures: dict[str, Any] = {"model": model, "settings": settings}
     if transformers:
-        cells.check(Limits.of(path, config.load_format))  # before it takes minutes
-        figures["transformers"] = transformers_generate(path, device_of(config), cells.contexts)
+        limits = Limits.of(path, config.load_format)
+        cells.check(limits)  # before it takes minutes
+        contexts = cells.possible(limits)
+        figures["transformers"] = transformers_generate(path, device_of(config), contexts)
     figures |= run_matrix(path, config, cells, tell)
     try:
         if budget is not None and not (figures["interrupted"] or "failed" in figures):

@@ -252,6 +252,32 @@ def test_widths_that_the_artifact_does_not_have_are_left_out(
     assert cells == wanted
 
 
+def test_engines_have_room_for_the_contexts_that_are_measured_alone(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opens, asked = Engine.from_artifact, list[int | None]()
+
+    def opening(path: Path, config: EngineConfig) -> Engine:
+        asked.append(config.max_model_len)
+        return opens(path, config)
+
+    monkeypatch.setattr(Engine, "from_artifact", opening)
+    small = replace(SMALL, policies=("static:3",), batches=(1,), contexts=(64, 5000))
+    run_matrix(folder, CONFIG, small)
+    assert asked == [64 + small.tokens]
+    assert small.possible(Limits.of(folder, "dummy")) == (64,)
+
+
+def test_longest_contexts_of_policies_that_cannot_be_cost_no_other_row(tiny: Path) -> None:
+    config = replace(CONFIG, load_format="auto", max_num_batched_tokens=32)
+    missing, served = longest_contexts(tiny, config, ("static:7", "static:3"))
+    assert (missing["context"], missing["left_out"]) == (
+        0,
+        "bits 7 to 7 are asked for, the artifact has 2 to 4",
+    )
+    assert served["served"]
+
+
 def test_a_comparison_of_no_width_that_the_artifact_has_is_refused(tiny: Path) -> None:
     config, told = replace(CONFIG, load_format="auto"), list[str]()
     with pytest.raises(ConfigError, match="`static:7` is not to be had") as refused:

@@ -50,9 +50,14 @@ _Answer = TypeVar(
 )
 
 
-def plan_digest(plan: MemoryPlan) -> str:
-    """What ranks compare to see that they divide the budget alike: page ids mean the same."""
-    numbers = (plan.num_pages, plan.page_bytes, plan.layouts, plan.max_model_len)
+def plan_digest(plan: MemoryPlan, step_tokens: int | None) -> str:
+    """What ranks compare to see that they divide the budget alike: page ids mean the same.
+
+    Args:
+        plan: Of a rank.
+        step_tokens: Most tokens of its steps: each rank settles them by its own plan.
+    """
+    numbers = (plan.num_pages, plan.page_bytes, plan.layouts, plan.max_model_len, step_tokens)
     return hashlib.blake2b(repr(numbers).encode(), digest_size=8).hexdigest()
 
 

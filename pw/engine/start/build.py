@@ -89,7 +89,9 @@ def build_parts(path: Path, config: EngineConfig) -> Parts:
     team = Team.start(path, config)
     try:
         ground = lay_ground(path, config, device, seat=seat, agree=team.agree_budget)
-        group = team.connect(device, plan_digest(ground.memory))
+        group = team.connect(
+            device, plan_digest(ground.memory, ground.config.max_num_batched_tokens)
+        )
         seat.reduction.connect(group.all_reduce)
         parts = _assemble(ground, team)
         team.await_ready()

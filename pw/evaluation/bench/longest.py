@@ -8,17 +8,23 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from pw.config import EngineConfig, PrecisionPolicy
 from pw.engine import Engine
 from pw.engine.request import SamplingParams
-from pw.errors import BudgetError
+from pw.errors import BudgetError, ConfigError
+from pw.evaluation.bench.faults import message
 from pw.evaluation.bench.timing import collect, end, random_prompts
 
 
 def longest_contexts(
     folder: Path, config: EngineConfig, policies: Sequence[str], answer: int = 8
 ) -> list[dict[str, Any]]:
-    """The longest context that each policy admits within the budget of `config`, then served."""
+    """The longest context that each policy admits within the budget of `config`, then served.
+
+    A policy that cannot be has context 0 and, as `left_out`, why.
+    """
     found: list[dict[str, Any]] = []
     for policy in policies:
         row: dict[str, Any] = {"policy": policy, "budget": config.memory_budget}
@@ -26,8 +32,8 @@ def longest_contexts(
             engine = Engine.from_artifact(
                 folder, replace(config, policy=PrecisionPolicy.parse(policy), max_num_seqs=1)
             )
-        except BudgetError as error:
-            found.append(row | {"context": 0, "left_out": str(error)})
+        except (BudgetError, ConfigError, torch.OutOfMemoryError) as error:
+            found.append(row | {"context": 0, "left_out": message(error)})
             collect()
             continue
         length = engine.max_model_len

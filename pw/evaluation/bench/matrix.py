@@ -117,6 +117,14 @@ class Matrix:
         """
         limits.check(self.contexts, self.steps, self.tokens)
 
+    def possible(self, limits: Limits) -> tuple[int, ...]:
+        """The contexts that a model allows."""
+        return tuple(
+            context
+            for context in self.contexts
+            if limits.of_context(context, self.steps, self.tokens) is None
+        )
+
 
 def run_matrix(
     folder: Path,
@@ -144,7 +152,7 @@ def run_matrix(
         config,
         enable_prefix_caching=False,
         max_num_seqs=max(matrix.batches),
-        max_model_len=min(max(matrix.contexts) + tokens, limits.tokens),
+        max_model_len=max(matrix.possible(limits)) + tokens,
         planner=replace(
             config.planner, low_watermark=0.0, high_watermark=_TINY, forecast_steps=tokens
         ),
