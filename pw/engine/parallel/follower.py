@@ -107,9 +107,7 @@ def follow(order: messages.Follow, link: Link) -> NoReturn:
         make_pool=DictatedPool,
     )
     dense = ground.loaded.skeleton.dense_bytes
-    link.send(
-        messages.Planned(plan_digest(ground.memory, ground.config.max_num_batched_tokens), dense)
-    )
+    link.send(messages.Planned(plan_digest(ground.memory, ground.demand.chunk_tokens), dense))
     group = RankGroup(seat.rank, seat.size, order.folder, device, config.collective_timeout)
     seat.reduction.connect(group.all_reduce)
     followed = Followed(ground, group.all_reduce)

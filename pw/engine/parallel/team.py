@@ -50,7 +50,7 @@ _Answer = TypeVar(
 )
 
 
-def plan_digest(plan: MemoryPlan, step_tokens: int | None) -> str:
+def plan_digest(plan: MemoryPlan, step_tokens: int) -> str:
     """What ranks compare to see that they divide the budget alike: page ids mean the same.
 
     Args:

@@ -89,9 +89,7 @@ def build_parts(path: Path, config: EngineConfig) -> Parts:
     team = Team.start(path, config)
     try:
         ground = lay_ground(path, config, device, seat=seat, agree=team.agree_budget)
-        group = team.connect(
-            device, plan_digest(ground.memory, ground.config.max_num_batched_tokens)
-        )
+        group = team.connect(device, plan_digest(ground.memory, ground.demand.chunk_tokens))
         seat.reduction.connect(group.all_reduce)
         parts = _assemble(ground, team)
         team.await_ready()
@@ -120,7 +118,7 @@ def _assemble(ground: Ground, team: Team | None) -> Parts:
         ground.pool,
         weights.precision,
         config.max_num_seqs,
-        config.step_tokens(ground.arena.pages.device.type),
+        ground.demand.chunk_tokens,
         (lambda: UNQUANTIZED) if table is None else table.tag,
     )
     make_runner = ModelRunner if team is None else partial(LeadRunner, team=team)

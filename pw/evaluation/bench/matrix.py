@@ -236,9 +236,6 @@ class _Run:
             self._refusals.append(error)
         self._add({"policy": policy, "left_out": message(error)})
 
-    def _too_long(self, context: int) -> ConfigError | None:
-        return self._limits.of_context(context, self._matrix.steps, self._matrix.tokens)
-
     def _late(self) -> bool:
         return time.monotonic() > self._ends
 
@@ -257,9 +254,7 @@ class _Run:
 
     def _warm_up(self, engine: Engine, policy: str, started: float) -> None:
         """Compute a prompt of each length."""
-        for context in self._matrix.contexts:
-            if self._too_long(context) is not None:
-                continue
+        for context in self._matrix.possible(self._limits):
             first_tokens(engine, 1, min(context, self._matrix.prompt_tokens), seed=-1)
         self._advance(f"{policy}: ready in {time.perf_counter() - started:.1f} s")
 
@@ -273,7 +268,8 @@ class _Run:
             if self._late():
                 self._add(cell.name | {"left_out": _LATE})
                 continue
-            if (refusal := self._too_long(context)) is not None:
+            refusal = self._limits.of_context(context, matrix.steps, matrix.tokens)
+            if refusal is not None:
                 self._add(cell.name | {"left_out": message(refusal)})
                 continue
             try:
