@@ -2,7 +2,7 @@
 //
 //   FLOAT16       1: logits are fp16; 0: bf16
 //   ROUNDED       1: weights are rounded to that type before they are stored as fp32
-//   EXPERTS, TOP_K, SCORE, NORMALIZE  as in choice.cuh
+//   EXPERTS, TOP_K, SCORE, NORMALIZE, SCALED  as in choice.cuh
 //   LISTS         1: one block, which makes the lists of the experts' launches, too: TOKENS as in lists.cuh; 0: a block a token
 //   THREADS       of a block; as many as experts, if LISTS
 
@@ -14,6 +14,7 @@ struct Arguments {
   const u16* logits;    // [tokens, row]
   long long* ids;       // [tokens, TOP_K]
   float* weights;       // [tokens, TOP_K]
+  const u16* expert_scale;  // [EXPERTS], if SCALED
   int tokens, row;
   float scale;
 };
@@ -40,7 +41,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) choose(Arguments a, Routin
 #endif
   if (token < a.tokens) {
     UNROLL for (int i = 0; i < CHOICES; i++) logits[i] = from_half(numbers[i]);
-    choose_experts(logits, lane, a.scale, expert, weight);
+    choose_experts(logits, lane, a.scale, a.expert_scale, expert, weight);
     if (lane < TOP_K) {
       int slot = token * TOP_K + lane;
       if (ROUNDED) weight = from_half(to_half(weight));

@@ -1,6 +1,7 @@
 // The experts of a token from its logits, by one warp: as `_choose` of triton_routers.py, without groups and biases.
 //
 //   EXPERTS, TOP_K  SCORE, 0: softmax of all; 1: of the chosen ones alone  NORMALIZE, 1: weights of a token sum to 1
+//   SCALED          1: weights are times a factor of each expert
 //
 // A lane has the CHOICES neighbouring experts from CHOICES * lane on. Of equal ones the first is chosen.
 
@@ -19,7 +20,7 @@ DI u32 order_of(float v) { u32 bits = __float_as_uint(v); return bits >> 31 ? ma
 DI float of_order(u32 order) { return __uint_as_float(order >> 31 ? order & ~(1u << 31) : ~order); }
 
 // Lane j < TOP_K gets the token's j-th expert, the best first, and its weight; other lanes have weight 0.
-DI void choose_experts(const float* logits, int lane, float scale, int& expert, float& weight) {
+DI void choose_experts(const float* logits, int lane, float scale, const u16* expert_scale, int& expert, float& weight) {
   u32 order[CHOICES];
 #if SCORE == 0
   u32 top = 0;
@@ -58,4 +59,7 @@ DI void choose_experts(const float* logits, int lane, float scale, int& expert, 
   weight = divide(weight, sum_of_warp(weight));
 #endif
   weight *= scale;
+#if SCALED
+  if (lane < TOP_K) weight *= from_half(__ldg(expert_scale + expert));
+#endif
 }

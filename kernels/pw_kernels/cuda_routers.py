@@ -17,7 +17,7 @@ from torch import Tensor
 from pw_kernels import nvrtc
 from pw_kernels.cuda_routing import Lists, kernel
 from pw_kernels.slots import Choice
-from pw_kernels.step import Routing
+from pw_kernels.step import Norm, Routing
 
 MOST_TOKENS = 64
 CLUSTER = 8  # blocks, the most that every device has room for
@@ -37,18 +37,21 @@ class Arguments(ctypes.Structure):
     """`Arguments` of router.cu."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("x", "weight", "others", "ids", "weights")),
+        *((name, ctypes.c_void_p) for name in (
+            "x", "weight", "others", "ids", "weights", "expert_scale", "norm", "normed",
+        )),
         ("tokens", ctypes.c_int),
         ("x_row", ctypes.c_int),
         ("scale", ctypes.c_float),
-    )
+        ("epsilon", ctypes.c_float),
+    )  # fmt: skip
 
 
 class Logits(ctypes.Structure):
     """`Arguments` of choice.cu."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("logits", "ids", "weights")),
+        *((name, ctypes.c_void_p) for name in ("logits", "ids", "weights", "expert_scale")),
         ("tokens", ctypes.c_int),
         ("row", ctypes.c_int),
         ("scale", ctypes.c_float),
@@ -84,11 +87,11 @@ def fits(x: Tensor, weight: Tensor, first: int, routing: Routing) -> bool:
 
 
 def _has_room(x: Tensor, weight: Tensor, first: int, routing: Routing) -> bool:
-    """Whether a block has a thread for each expert, and the device shared memory for a block."""
+    """Whether the device has shared memory for a block."""
     shape = (weight.shape[0], weight.shape[1])
-    constants = constants_of(shape, x.dtype, first, len(x), routing, size=1)
+    constants = constants_of(shape, x.dtype, first, len(x), routing, size=1, norm=True)
     room = nvrtc.shared_bytes(nvrtc.index_of(x.device)) - _TALLY_BYTES
-    return _threads(constants) >= len(routing.weight) and shared_bytes(constants) <= room
+    return shared_bytes(constants) <= room
 
 
 def chooses(routing: Routing) -> bool:
@@ -99,9 +102,20 @@ def chooses(routing: Routing) -> bool:
         and not routing.wide
         and routing.widened
         and routing.top_k <= STEP
-        and routing.bias is routing.choice_bias is routing.expert_scale is None
+        and routing.bias is routing.choice_bias is None
+        and _scales(routing)
         and routing.dtype in (torch.float32, routing.weight.dtype)
     )
+
+
+def _scales(routing: Routing) -> bool:
+    """Whether its factors of experts, if any, are as the kernel reads them."""
+    scale = routing.expert_scale
+    return scale is None or (scale.dtype == routing.weight.dtype and scale.is_contiguous())
+
+
+def _scale_of(routing: Routing) -> int | None:
+    return None if routing.expert_scale is None else routing.expert_scale.data_ptr()
 
 
 def choice_constants(dtype: torch.dtype, routing: Routing) -> dict[str, int]:
@@ -110,6 +124,7 @@ def choice_constants(dtype: torch.dtype, routing: Routing) -> dict[str, int]:
         "FLOAT16": int(dtype == torch.float16), "EXPERTS": len(routing.weight),
         "TOP_K": routing.top_k, "SCORE": _SCORES[routing.score],
         "NORMALIZE": int(routing.normalize), "ROUNDED": int(routing.dtype == dtype),
+        "SCALED": int(routing.expert_scale is not None),
     }  # fmt: skip
 
 
@@ -123,18 +138,22 @@ def logits_constants(
 
 
 def constants_of(
-    shape: tuple[int, int], dtype: torch.dtype, first: int, tokens: int, routing: Routing, size: int
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+    first: int,
+    tokens: int,
+    routing: Routing,
+    size: int,
+    norm: bool = False,
 ) -> dict[str, int]:
     """Macros of router.cu; `size`: slots of a group, 0: no lists."""
+    tiles = -(-tokens // CLUSTER)
+    listing = -(-len(routing.weight) // STEP) if size else 0  # warps, a thread for each expert
     return choice_constants(dtype, routing) | {
-        "N": shape[0], "K": shape[1], "CLUSTER": CLUSTER, "TILES": -(-tokens // CLUSTER),
-        "FIRST": first, "LISTS": int(size > 0), "TOKENS": size,
+        "N": shape[0], "K": shape[1], "CLUSTER": CLUSTER, "TILES": tiles,
+        "THREADS": 32 * max(PARTS // CLUSTER * tiles, listing), "FIRST": first,
+        "LISTS": int(size > 0), "TOKENS": size, "NORM": int(norm),
     }  # fmt: skip
-
-
-def _threads(constants: dict[str, int]) -> int:
-    """Threads of a block of router.cu."""
-    return 32 * PARTS // CLUSTER * constants["TILES"]
 
 
 def shared_bytes(constants: dict[str, int]) -> int:
@@ -143,7 +162,9 @@ def shared_bytes(constants: dict[str, int]) -> int:
     row_tiles = -(-(constants["FIRST"] + constants["EXPERTS"]) // 16)
     weights = PARTS // CLUSTER * steps * row_tiles * 1024
     sums = PARTS * constants["TILES"] * (16 * row_tiles + 4) * 4
-    return weights + sums + 12 * 8 * constants["TILES"] * constants["TOP_K"] * constants["LISTS"]
+    tokens = 8 * constants["TILES"]
+    chosen = 12 * tokens * constants["TOP_K"] * constants["LISTS"]
+    return weights + sums + chosen + PARTS * tokens * 4 * constants["NORM"]
 
 
 def takes(logits: Tensor, routing: Routing) -> bool:
@@ -166,8 +187,8 @@ def choose(logits: Tensor, routing: Routing) -> Choice:
 
     def launch(lists: Lists | None, size: int) -> None:
         arguments = Logits(
-            logits.data_ptr(), ids.data_ptr(), weights.data_ptr(), len(logits), logits.stride(0),
-            routing.scale,
+            logits.data_ptr(), ids.data_ptr(), weights.data_ptr(), _scale_of(routing),
+            len(logits), logits.stride(0), routing.scale,
         )  # fmt: skip
         constants = logits_constants(logits.dtype, len(logits), routing, size)
         kernel("choice.cu", "choose", constants, logits.device).launch(
@@ -188,21 +209,28 @@ def _room(like: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
     return ids, weights
 
 
-def choice(x: Tensor, weight: Tensor, first: int, routing: Routing) -> tuple[Choice, Tensor]:
+def choice(
+    x: Tensor, weight: Tensor, first: int, routing: Routing, norm: Norm | None = None
+) -> tuple[Choice, Tensor, Tensor]:
     """See `routers.choice`."""
     others = x.new_empty(len(x), first)
+    normed = x if norm is None else x.new_empty(x.shape)
+    gain = None if norm is None else norm.weight.data_ptr()
     ids, weights = _room(x, routing)
     shape = (weight.shape[0], weight.shape[1])
 
     def launch(lists: Lists | None, size: int) -> None:
         arguments = Arguments(
             x.data_ptr(), weight.data_ptr(), others.data_ptr() if first else None, ids.data_ptr(),
-            weights.data_ptr(), len(x), x.stride(0), routing.scale,
+            weights.data_ptr(), _scale_of(routing), gain, normed.data_ptr(), len(x), x.stride(0),
+            routing.scale, 0.0 if norm is None else norm.epsilon,
         )  # fmt: skip
-        constants = constants_of(shape, x.dtype, first, len(x), routing, size)
+        constants = constants_of(
+            shape, x.dtype, first, len(x), routing, size, norm=norm is not None
+        )
         kernel("router.cu", "router", constants, x.device).launch(
-            (CLUSTER,), _threads(constants), shared_bytes(constants),
+            (CLUSTER,), constants["THREADS"], shared_bytes(constants),
             arguments, Nothing() if lists is None else lists, overlap=True,
         )  # fmt: skip
 
-    return Choice(ids, weights, len(routing.weight), launch), others
+    return Choice(ids, weights, len(routing.weight), launch), others, normed

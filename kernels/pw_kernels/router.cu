@@ -4,8 +4,10 @@
 //   FLOAT16       1: hidden states and weights are fp16; 0: bf16
 //   N, K          rows and columns of W: FIRST rows of others, then EXPERTS of the router, then padding
 //   CLUSTER       blocks, eight: each has one of the eight tokens of a tile;  TILES: of tokens
+//   THREADS       of a block: a warp for each tile of its parts, and as many as experts, if LISTS
 //   ROUNDED       1: weights are rounded to the type of x before they are stored as fp32
-//   EXPERTS, TOP_K, SCORE, NORMALIZE  as in choice.cuh
+//   EXPERTS, TOP_K, SCORE, NORMALIZE, SCALED  as in choice.cuh
+//   NORM          1: an RMS norm of the rows of x comes first
 //   LISTS         1: the lists of the experts' launches, too: TOKENS as in lists.cuh
 //
 // A product with few rows has too few blocks to bring its tokens quickly, so a cluster shares its columns: a block takes two of
@@ -32,23 +34,45 @@ struct Arguments {
   u16* others;          // [tokens, FIRST]; or null
   long long* ids;       // [tokens, TOP_K]
   float* weights;       // [tokens, TOP_K]
+  const u16* expert_scale;  // [EXPERTS], if SCALED
+  const u16* norm;      // [K]
+  u16* normed;          // [tokens, K] what is multiplied, if NORM
   int tokens, x_row;
-  float scale;
+  float scale, epsilon;
 };
 
-constexpr int PARTS = 16, OWN = PARTS / CLUSTER, THREADS = 32 * OWN * TILES;
+#if NORM
+DI float square_sum(uint4 v) {
+  const u32 words[4] = {v.x, v.y, v.z, v.w};
+  float sum = 0;
+  UNROLL for (int i = 0; i < 4; i++) {
+    float low = from_half((u16)words[i]), high = from_half((u16)(words[i] >> 16));
+    sum += low * low + high * high;
+  }
+  return sum;
+}
+DI u32 scaled(u32 x, u32 by, float scale) {
+  float low = from_half((u16)x) * scale * from_half((u16)by), high = from_half((u16)(x >> 16)) * scale * from_half((u16)(by >> 16));
+  return to_half(low) | (u32)to_half(high) << 16;
+}
+DI float with_lane(float v, int lane) { return v + __uint_as_float(__shfl_sync(~0u, __float_as_uint(v), lane)); }
+#endif
+
+constexpr int PARTS = 16, OWN = PARTS / CLUSTER, WARPS = THREADS / 32, BUSY = OWN * TILES;
 constexpr int ALL_STEPS = K / 32, STEPS = (ALL_STEPS + PARTS - 1) / PARTS;  // of 32 columns; of a part
 constexpr int ROW_TILES = (FIRST + EXPERTS + 15) / 16, PITCH = 16 * ROW_TILES + 4;
 constexpr int PIECES = OWN * STEPS * ROW_TILES * 2, SUMS_AT = PIECES * 512;
 extern __shared__ __align__(128) unsigned char dynamic[];       // weights, as lanes multiply them; sums [PARTS, TILES, PITCH]; what was chosen
 constexpr int SLOTS = 8 * TILES * TOP_K, CHOSEN_AT = SUMS_AT + PARTS * TILES * PITCH * 4;  // experts, weights, ranks [SLOTS]
+constexpr int SQUARES_AT = CHOSEN_AT + (LISTS ? 12 * SLOTS : 0);                           // [PARTS, 8 TILES], if NORM
 
 extern "C" __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(THREADS) router(Arguments a, Routing lists) {
   int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, column = 8 * (lane & 3), own = lane >> 2;
   int rank = rank_in_cluster(), tile = warp % TILES, mine = warp / TILES, part = rank * OWN + mine;
+  bool busy = BUSY == WARPS || warp < BUSY;                     // else it copies and lists alone
   u32 shared = (u32)__cvta_generic_to_shared(dynamic);
   cluster_arrive();                                             // before anybody writes to it, a block has to be there
-  ROLLED for (int piece = warp; piece < PIECES; piece += OWN * TILES) {
+  ROLLED for (int piece = warp; piece < PIECES; piece += WARPS) {
     int half = piece & 1, m = piece / 2 % ROW_TILES, step = rank * OWN * STEPS + piece / (2 * ROW_TILES);
     int row = min(16 * m + 8 * half + own, N - 1);
     if (step < ALL_STEPS) copy_async(shared + piece * 512 + lane * 16, (u64)(a.weight + (u64)row * K + step * 32 + column));
@@ -62,16 +86,38 @@ extern "C" __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(THREADS) 
 #else
   let_next_begin();
 #endif
+  int first = part * STEPS * 32 + column, count = busy ? max(0, min(STEPS, ALL_STEPS - part * STEPS)) : 0;
+#if NORM
+  uint4 norm[STEPS];
+  UNROLL for (int i = 0; i < STEPS; i++) norm[i] = __ldg((const uint4*)(a.norm + (i < count ? first + 32 * i : 0)));
+#endif
   wait<0>();
   __syncthreads();
   wait_for_earlier();
-  const u16* from = a.x + (u64)min(8 * tile + own, a.tokens - 1) * a.x_row + part * STEPS * 32 + column;
-  int count = max(0, min(STEPS, ALL_STEPS - part * STEPS));
+  const u16* from = a.x + (u64)min(8 * tile + own, a.tokens - 1) * a.x_row + (busy ? first : 0);
   uint4 x[STEPS];
   UNROLL for (int i = 0; i < STEPS; i++) x[i] = i < count ? load_written((const uint4*)(from + 32 * i)) : make_uint4(0, 0, 0, 0);
   ask();
 #if LISTS
   if (rank == 0) clear_lists<THREADS>(lists, tally, threadIdx.x);
+#endif
+#if NORM
+  // Every block gets the squares of all parts.
+  float square = 0;
+  UNROLL for (int i = 0; i < STEPS; i++) square += square_sum(x[i]);
+  square = with_lane(with_lane(square, lane ^ 1), lane ^ 2);
+  cluster_wait();
+  u32 squares = shared + SQUARES_AT + (part * 8 * TILES + 8 * tile + own) * 4;
+  if (busy) UNROLL for (int i = 0; i < CLUSTER / 4; i++) push(squares, 4 * i + (lane & 3), square);
+  cluster_arrive();
+  cluster_wait();
+  square = 0;
+  UNROLL for (int p = 0; p < PARTS; p++) square += ((const float*)(dynamic + SQUARES_AT))[p * 8 * TILES + 8 * tile + own];
+  float rms = rsqrtf(square / K + a.epsilon);
+  UNROLL for (int i = 0; i < STEPS; i++) {
+    x[i] = make_uint4(scaled(x[i].x, norm[i].x, rms), scaled(x[i].y, norm[i].y, rms), scaled(x[i].z, norm[i].z, rms), scaled(x[i].w, norm[i].w, rms));
+    if (i < count && 8 * tile + own < a.tokens) *(uint4*)(a.normed + (u64)(8 * tile + own) * K + first + 32 * i) = x[i];
+  }
 #endif
   float sums[ROW_TILES][4] = {};
   UNROLL for (int i = 0; i < STEPS; i++) {
@@ -84,10 +130,12 @@ extern "C" __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(THREADS) 
       multiply(sums[m], right, x[i].z, x[i].w);
     }
   }
+#if !NORM
   cluster_wait();
+#endif
   // Of a tile's eight tokens each block has one.
   u32 to = shared + SUMS_AT + ((part * TILES + tile) * PITCH + own) * 4;
-  UNROLL for (int m = 0; m < ROW_TILES; m++)
+  if (busy) UNROLL for (int m = 0; m < ROW_TILES; m++)
     UNROLL for (int i = 0; i < 4; i++) push(to + 4 * (16 * m + 8 * (i >> 1)), 2 * (lane & 3) + (i & 1), sums[m][i]);
   cluster_arrive();
   cluster_wait();
@@ -105,7 +153,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(THREADS) 
     float logits[CHOICES], weight;
     UNROLL for (int i = 0; i < CHOICES; i++) logits[i] = total(FIRST + min(CHOICES * lane + i, EXPERTS - 1));
     int expert;
-    choose_experts(logits, lane, a.scale, expert, weight);
+    choose_experts(logits, lane, a.scale, a.expert_scale, expert, weight);
     if (lane < TOP_K) {
       int slot = token * TOP_K + lane;
       if (ROUNDED) weight = from_half(to_half(weight));

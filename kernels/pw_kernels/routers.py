@@ -12,17 +12,27 @@ from __future__ import annotations
 from functools import cache
 from importlib import import_module
 from types import ModuleType
+from typing import NamedTuple
 
 from torch import Tensor
 
 from pw_kernels import products, step
 from pw_kernels.slots import Choice, chosen
-from pw_kernels.step import Routing
+from pw_kernels.step import Norm, Routing
+
+
+class Chosen(NamedTuple):
+    """What `choice` gives."""
+
+    ids: Tensor | Choice  # [T, k] int64, best first; or both as a choice still to be made
+    weights: Tensor | None  # [T, k]; None of a choice
+    others: Tensor  # [T, F], there when experts are chosen
+    normed: Tensor  # [T, H], what was multiplied; as `others`
 
 
 def choice(
-    x: Tensor, weight: Tensor, first: int, routing: Routing
-) -> tuple[Tensor | Choice, Tensor | None, Tensor]:
+    x: Tensor, weight: Tensor, first: int, routing: Routing, norm: Norm | None = None
+) -> Chosen:
     """Experts of each token, and what other rows of the same weight give.
 
     Args:
@@ -30,18 +40,15 @@ def choice(
         weight: [F + E or more, H]: rows of others, rows of the router, any others.
         first: F.
         routing: What the router does with logits that are a plain product.
-
-    Returns:
-        Ids [T, k] int64, best first, weights [T, k], or both as a choice that is still to be made,
-        with None; and the product with the first F rows [T, F], there when experts are chosen.
+        norm: Of the rows of x, or None.
     """
     kernels = _cuda() if x.device.type == "cuda" else None
     if kernels is not None and kernels.fits(x, weight, first, routing):
-        made, others = kernels.choice(x, weight, first, routing)
-        return made, None, others
-    both = products.product(x, weight)
+        made, others, normed = kernels.choice(x, weight, first, routing, norm)
+        return Chosen(made, None, others, normed)
+    _, both, normed = products.gated_product(x, weight, 0, "silu", norm=norm)
     logits = both[:, first : first + len(routing.weight)]
-    return (*choose(logits, routing), both[:, :first])
+    return Chosen(*choose(logits, routing), both[:, :first], normed)
 
 
 def choose(logits: Tensor, routing: Routing) -> tuple[Tensor | Choice, Tensor | None]:

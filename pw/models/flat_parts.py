@@ -179,7 +179,7 @@ class Moe:
         y = self._norm(x)
         with beside.apart():
             shared = products.product(gated.activated(y), self._down, beside=True)
-        ids, weights, share = routers.choice(y, gated.others, 1, self._route.routing)
+        ids, weights, share, _ = routers.choice(y, gated.others, 1, self._route.routing)
         routed = self._routed(y, ids, weights)
         beside.meet()
         return step.join(x, routed, shared, share)

@@ -3,6 +3,7 @@
 import ctypes
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -38,21 +39,26 @@ def run(
     routing: Routing,
     lists: Lists | None = None,
     size: int = 0,
+    norm: Tensor | None = None,
+    normed: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     tokens, top_k = len(x), routing.top_k
     ids, weights = torch.full((tokens, top_k), -7), torch.full((tokens, top_k), torch.nan)
     others = torch.full((tokens, max(first, 1)), torch.nan).to(DTYPE)
     arguments = cuda_routers.Arguments(
         x.data_ptr(), weight.data_ptr(), others.data_ptr(), ids.data_ptr(), weights.data_ptr(),
-        tokens, x.stride(0), routing.scale,
+        None if routing.expert_scale is None else routing.expert_scale.data_ptr(),
+        None if norm is None else norm.data_ptr(), None if normed is None else normed.data_ptr(),
+        tokens, x.stride(0), routing.scale, 1e-3,
     )  # fmt: skip
     shape = (weight.shape[0], weight.shape[1])
-    constants = cuda_routers.constants_of(shape, DTYPE, first, tokens, routing, size)
+    constants = cuda_routers.constants_of(
+        shape, DTYPE, first, tokens, routing, size, norm=norm is not None
+    )
     where = 0 if lists is None else ctypes.addressof(lists)
     given = f"*(const Routing*){where}ull" if lists else "Routing{}"
     kernel = SOURCE.compile(folder, f"router(*(const Arguments*)all, {given});", constants)
-    blocks = constants["CLUSTER"]
-    kernel.run(ctypes.byref(arguments), blocks, 1, 32 * 16 // blocks * constants["TILES"])
+    kernel.run(ctypes.byref(arguments), constants["CLUSTER"], 1, constants["THREADS"])
     return ids, weights, others[:, :first]
 
 
@@ -62,8 +68,9 @@ def choose(
     tokens, top_k = len(logits), routing.top_k
     ids, weights = torch.full((tokens, top_k), -7), torch.full((tokens, top_k), torch.nan)
     arguments = cuda_routers.Logits(
-        logits.data_ptr(), ids.data_ptr(), weights.data_ptr(), tokens, logits.stride(0),
-        routing.scale,
+        logits.data_ptr(), ids.data_ptr(), weights.data_ptr(),
+        None if routing.expert_scale is None else routing.expert_scale.data_ptr(),
+        tokens, logits.stride(0), routing.scale,
     )  # fmt: skip
     constants = cuda_routers.logits_constants(DTYPE, tokens, routing, size)
     given = f"*(const Routing*){ctypes.addressof(lists)}ull" if lists else "Routing{}"
@@ -84,6 +91,7 @@ def spread(ids: Tensor, weights: Tensor, experts: int) -> Tensor:
         (16, 544, 0, 128, 8, {"normalize": True}),  # the last part has less
         (3, 1024, 2, 8, 2, {"score": "none"}),
         (8, 96, 1, 20, 6, {"normalize": True, "scale": 2.5}),  # some parts have nothing
+        (2, 64, 0, 24, 4, {"normalize": True, "expert_scale": random(24, seed=5).abs()}),
     ],
 )
 def test_experts_are_those_of_a_product_and_a_choice(
@@ -93,7 +101,7 @@ def test_experts_are_those_of_a_product_and_a_choice(
     first: int,
     experts: int,
     top_k: int,
-    options: dict[str, bool],
+    options: dict[str, Any],
 ) -> None:
     x = random(tokens, cols + 8, seed=1)[:, :cols]
     weight = random(first + experts + 3, cols, seed=2) / cols**0.5
@@ -104,8 +112,22 @@ def test_experts_are_those_of_a_product_and_a_choice(
     expected_ids, expected = step.choose(product[:, first : first + experts], routing)
     found = spread(ids, weights, experts)
     torch.testing.assert_close(found, spread(expected_ids, expected, experts), rtol=8e-3, atol=0)
-    assert (weights.diff(dim=1) <= 0).all()  # the best first
+    if "expert_scale" not in options:
+        assert (weights.diff(dim=1) <= 0).all()  # the best first
     torch.testing.assert_close(others, product[:, :first], rtol=8e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(("tokens", "cols"), [(1, 512), (5, 544), (11, 96)])
+def test_a_norm_is_taken_along(tmp_path: Path, tokens: int, cols: int) -> None:
+    x, gain = 3 * random(tokens, cols, seed=1), random(cols, seed=3)
+    weight, normed = random(24, cols, seed=2) / cols**0.5, torch.full_like(x, torch.nan)
+    routing = Routing(weight[1:21], 4, DTYPE, widened=True)
+    ids, weights, others = run(tmp_path, x, weight, 1, routing, norm=gain, normed=normed)
+    expected = step.rms_norm(x, gain, 1e-3)
+    torch.testing.assert_close(normed, expected, rtol=8e-3, atol=0)
+    (tmp_path / "plain").mkdir()
+    plain = run(tmp_path / "plain", normed, weight, 1, routing)
+    assert all(torch.equal(a, b) for a, b in zip((ids, weights, others), plain, strict=True))
 
 
 def test_ties_and_numbers_that_are_none_still_name_experts(tmp_path: Path) -> None:
@@ -132,7 +154,10 @@ def test_a_token_s_experts_do_not_depend_on_the_batch(tmp_path: Path) -> None:
 @pytest.mark.parametrize("experts", [5, 60, 200])
 def test_a_choice_from_logits(tmp_path: Path, experts: int) -> None:
     logits = random(3, experts + 4, seed=1)[:, 1 : experts + 1]
-    routing = Routing(random(experts, 8), 4, DTYPE, widened=True, normalize=experts == 60)
+    scale = random(experts, seed=3).abs() if experts == 60 else None
+    routing = Routing(
+        random(experts, 8), 4, DTYPE, widened=True, normalize=experts == 60, expert_scale=scale
+    )
     ids, weights = choose(tmp_path, logits, routing)
     expected = step.choose(logits, routing)
     found = spread(ids, weights, experts)
@@ -141,11 +166,11 @@ def test_a_choice_from_logits(tmp_path: Path, experts: int) -> None:
 
 @pytest.mark.parametrize("live", [None, 5])
 @pytest.mark.parametrize("size", [2, 8])
-@pytest.mark.parametrize("source", ["router", "choice"])
+@pytest.mark.parametrize(("source", "experts"), [("router", 20), ("router", 140), ("choice", 20)])
 def test_lists_are_those_of_the_launch_that_makes_them_alone(
-    tmp_path: Path, source: str, live: int | None, size: int
+    tmp_path: Path, source: str, experts: int, live: int | None, size: int
 ) -> None:
-    tokens, experts, top_k = 9, 20, 3
+    tokens, top_k = 9, 3
     x, weight = random(tokens, 256, seed=1), random(experts, 256, seed=2) / 10
     routing = Routing(weight, top_k, DTYPE, widened=True)
     generator = torch.Generator().manual_seed(4)
@@ -179,10 +204,10 @@ def test_lists_are_those_of_the_launch_that_makes_them_alone(
             ids, weights = choose(folder, logits, routing, lists, size)
         else:
             constants = {
-                "EXPERTS": experts, "TOKENS": size, "THREADS": 128, "TOP_K": top_k, "FLOAT16": 0,
+                "EXPERTS": experts, "TOKENS": size, "THREADS": 160, "TOP_K": top_k, "FLOAT16": 0,
             }  # fmt: skip
             kernel = ROUTE.compile(folder, "route(*(const Routing*)all);", constants)
-            kernel.run(ctypes.byref(lists), 1, 1, 128)
+            kernel.run(ctypes.byref(lists), 1, 1, 160)
         found.append((work, slots, counts, progress, statistics))
     for one, other in zip(found[0][2:], found[1][2:], strict=True):
         assert torch.equal(one, other)
