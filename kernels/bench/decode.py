@@ -160,9 +160,11 @@ class NoAttention:
     def attend(self, _layer: int, q: Tensor, _k: Tensor, _v: Tensor, **_: Any) -> Tensor:
         return q
 
-    def store_rotated(self, layer: int, qkv: Tensor, *_: Any, head_size: int, **__: Any) -> Tensor:
+    def store_rotated(
+        self, layer: int, qkv: Tensor, *_: Any, head_size: int, shared_values: bool, **__: Any
+    ) -> Tensor:
         heads = qkv.unflatten(-1, (-1, head_size))
-        return heads[:, : heads.shape[1] - 2 * self.kv_heads[layer]]
+        return heads[:, : heads.shape[1] - (1 if shared_values else 2) * self.kv_heads[layer]]
 
     def __init__(self, engine: Engine) -> None:
         layers = engine._parts.skeleton.kv.layers

@@ -32,7 +32,7 @@ CONFIGS = Path(__file__).parents[2] / "pipelines" / "recipes" / "configs"
 
 def as_it_is(layer: Any, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     """Joint projections of x, and the layer's end; y stands for what attention and experts give."""
-    qkv = products.product(x, *layer._qkv, norm=layer._input_norm.joined)
+    qkv = products.product(x, *layer._attention._qkv, norm=layer._attention._norm.joined)
     middle = layer._out(x, y)
     shared = layer._mlp._gated(middle)
     share = shared.rest[:, :1]
@@ -55,9 +55,9 @@ def plain(
 
 def arguments(layer: Any) -> tuple[Any, ...]:
     mlp, gated = layer._mlp, layer._mlp._gated
-    norms = (layer._input_norm._weight, gated._norm._weight)
-    epsilon = layer._input_norm._epsilon
-    return (epsilon, norms, layer._qkv, layer._out._weight, gated._in, gated._inner, mlp._down)
+    qkv, norm = layer._attention._qkv, layer._attention._norm
+    norms = (norm._weight, gated._norm._weight)
+    return (norm._epsilon, norms, qkv, layer._out._weight, gated._in, gated._inner, mlp._down)
 
 
 def milliseconds(run: Any, rounds: int = 10) -> float:
@@ -92,10 +92,10 @@ def chunk_milliseconds(engine: Engine, tokens: int, rounds: int = 5) -> float:
 def dense_milliseconds(engine: Engine, compiled: Any, tokens: int) -> dict[str, float]:
     """Of the dense parts of all layers, in three forms, the last compared with the first."""
     skeleton = engine._parts.skeleton
-    assert skeleton.flat is not None
+    flat: Any = skeleton.flat
     shape = (tokens, skeleton.hidden_size)
     x, y = (torch.randn(shape, device="cuda", dtype=skeleton.dtype) for _ in range(2))
-    layers = skeleton.flat._layers
+    layers = flat._layers
     given = [arguments(layer) for layer in layers]
     mine, its = as_it_is(layers[0], x, y), compiled(x, y, *given[0])
     for a, b in zip(mine, its, strict=True):

@@ -101,7 +101,7 @@ def rms_norm(x: Tensor, weight: Tensor | None, epsilon: float, *, backend: str =
         epsilon: Added to the mean square.
         backend: One of BACKENDS.
     """
-    if (kernels := _triton(backend, x)) is not None:
+    if (kernels := kernels_of(backend, x)) is not None:
         return kernels.rms_norm(x, weight, epsilon)  # type: ignore[no-any-return]
     wide = x.float()
     wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)
@@ -125,7 +125,7 @@ def angles(
         dtype: Of the result.
         backend: One of BACKENDS.
     """
-    if (kernels := _triton(backend, positions)) is not None:
+    if (kernels := kernels_of(backend, positions, "triton_rotation")) is not None:
         return kernels.angles(positions, frequencies, scaling, dtype)  # type: ignore[no-any-return]
     both = (positions[:, None].float() * frequencies.float()).repeat(1, 2)
     return (both.cos() * scaling).to(dtype), (both.sin() * scaling).to(dtype)
@@ -142,6 +142,7 @@ def rotate_store(
     head_size: int,
     norm: Tensor | None = None,
     epsilon: float = 0.0,
+    shared_values: bool = False,
     backend: str = "auto",
 ) -> Tensor:
     """Rotate queries and keys, and store keys and values in their pages.
@@ -154,14 +155,16 @@ def rotate_store(
         v_pages: [P, tok, Hkv, D], written in place.
         slots: [T] int64, page * tok + place; negative = not stored.
         head_size: D.
-        norm: [Hq + Hkv, D] weights of an RMS norm of each head before it is rotated, or None.
+        norm: [Hq + Hkv, D] weights of an RMS norm of each head before it is rotated, or
+            [Hq + 2 Hkv, D], with those of the values' heads; None: no norm.
         epsilon: Of the norm.
+        shared_values: Values are the keys, neither normed nor rotated by then: qkv ends with these.
         backend: One of BACKENDS.
 
     Returns:
         Queries [T, Hq, D].
     """
-    if (kernels := _triton(backend, qkv)) is not None:
+    if (kernels := kernels_of(backend, qkv, "triton_rotation")) is not None:
         return kernels.rotate_store(  # type: ignore[no-any-return]
             qkv,
             cos,
@@ -172,19 +175,25 @@ def rotate_store(
             head_size=head_size,
             norm=norm,
             epsilon=epsilon,
+            shared_values=shared_values,
         )
     kv_heads = k_pages.shape[2]
     heads = qkv.view(qkv.shape[0], -1, head_size)
+    if shared_values:
+        heads = torch.cat((heads, heads[:, -kv_heads:]), 1)
     split = heads.shape[1] - 2 * kv_heads
-    turned = heads[:, : split + kv_heads].float()
     if norm is not None:
-        turned = rms_norm(turned, None, epsilon, backend="torch") * norm.float()
+        normed = heads[:, : len(norm)].float()
+        normed = rms_norm(normed, None, epsilon, backend="torch") * norm.float()
+        heads = torch.cat((normed, heads[:, len(norm) :].float()), 1)
+    turned = heads[:, : split + kv_heads].float()
     size = cos.shape[1]
     part, rest = turned[..., :size], turned[..., size:]
     first, second = part.chunk(2, -1)
     part = part * cos.float()[:, None] + torch.cat((-second, first), -1) * sin.float()[:, None]
     turned = torch.cat((part, rest), -1).to(qkv.dtype)
-    reference.write_kv(turned[:, split:], heads[:, split + kv_heads :], k_pages, v_pages, slots)
+    values = heads[:, split + kv_heads :].to(qkv.dtype)
+    reference.write_kv(turned[:, split:], values, k_pages, v_pages, slots)
     return turned[:, :split]
 
 
@@ -198,7 +207,7 @@ def route(x: Tensor, routing: Routing, *, backend: str = "auto") -> tuple[Tensor
     """
     if not routing.wide:
         return choose(functional.linear(x, routing.weight, routing.bias), routing, backend=backend)
-    if (kernels := _triton(backend, x, "triton_routers")) is not None and (
+    if (kernels := kernels_of(backend, x, "triton_routers")) is not None and (
         backend == "triton" or x.shape[0] <= ROUTED_TOKENS
     ):
         return kernels.route(x, routing)  # type: ignore[no-any-return]
@@ -209,7 +218,7 @@ def route(x: Tensor, routing: Routing, *, backend: str = "auto") -> tuple[Tensor
 
 def choose(logits: Tensor, routing: Routing, *, backend: str = "auto") -> tuple[Tensor, Tensor]:
     """What `route` gives, from the logits [T, E] of a router."""
-    if (kernels := _triton(backend, logits, "triton_routers")) is not None:
+    if (kernels := kernels_of(backend, logits, "triton_routers")) is not None:
         return kernels.choose(logits, routing)  # type: ignore[no-any-return]
     logits = logits.float()
     score = logits
@@ -254,7 +263,7 @@ def gate(gate_up: Tensor, inner: int, activation: str, *, backend: str = "auto")
     Returns:
         [T, I].
     """
-    if (kernels := _triton(backend, gate_up)) is not None:
+    if (kernels := kernels_of(backend, gate_up)) is not None:
         return kernels.gate(gate_up, inner, activation)  # type: ignore[no-any-return]
     first, second = gate_up[:, :inner], gate_up[:, inner : 2 * inner]
     if activation == "silu":
@@ -264,19 +273,25 @@ def gate(gate_up: Tensor, inner: int, activation: str, *, backend: str = "auto")
 
 
 def join(
-    x: Tensor, routed: Tensor, shared: Tensor, share: Tensor | None, *, backend: str = "auto"
+    x: Tensor,
+    routed: Tensor | SlotResults,
+    shared: Tensor,
+    share: Tensor | None,
+    *,
+    backend: str = "auto",
 ) -> Tensor:
     """X + routed + sigmoid(share) * shared.
 
     Args:
         x: [T, H].
-        routed: [T, H].
+        routed: [T, H], or what experts give before its sum.
         shared: [T, H].
         share: [T, 1] logits; None = the whole.
         backend: One of BACKENDS.
     """
-    if (kernels := _triton(backend, x)) is not None:
+    if (kernels := kernels_of(backend, x)) is not None:
         return kernels.join(x, routed, shared, share)  # type: ignore[no-any-return]
+    routed = routed.sum(x.dtype) if isinstance(routed, SlotResults) else routed
     if share is None:
         return x + routed + shared
     return torch.addcmul(x + routed, share.sigmoid(), shared)
@@ -290,13 +305,17 @@ def add_slots(x: Tensor, slots: SlotResults, *, backend: str = "auto") -> Tensor
         slots: Of T tokens.
         backend: One of BACKENDS.
     """
-    if (kernels := _triton(backend, x)) is not None:
+    if (kernels := kernels_of(backend, x)) is not None:
         return kernels.add_slots(x, slots)  # type: ignore[no-any-return]
     return x + slots.sum(x.dtype)
 
 
-def _triton(backend: str, x: Tensor, module: str = "triton_step") -> ModuleType | None:
-    """The kernels, where they are to be used."""
+def kernels_of(backend: str, x: Tensor, module: str = "triton_step") -> ModuleType | None:
+    """The Triton kernels of a module, where they are to be used for x; None: torch is.
+
+    Raises:
+        ValueError: No such backend, or Triton is named and not installed.
+    """
     if backend not in BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
     if backend == "torch" or (backend == "auto" and x.device.type != "cuda"):

@@ -10,7 +10,6 @@ of a page.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -65,153 +64,6 @@ def rms_norm(x: Tensor, weight: Tensor | None, epsilon: float) -> Tensor:
         **overlap(x.device),
     )
     return out.view(x.shape)
-
-
-@triton.jit
-def angles_kernel(
-    positions,  # [T] int64
-    frequencies,  # [F] fp32
-    out,  # [2, T, 2F]
-    scaling,
-    tokens,
-    FREQUENCIES: tl.constexpr,
-    BLOCK: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
-    """Cosines and sines of one token."""
-    begin(OVERLAP)
-    token = tl.program_id(0).to(tl.int64)
-    f = tl.arange(0, BLOCK)
-    inside = f < FREQUENCIES
-    angle = tl.load(positions + token).to(tl.float32) * tl.load(frequencies + f, mask=inside)
-    cos, sin = tl.cos(angle) * scaling, tl.sin(angle) * scaling
-    at = out + token * 2 * FREQUENCIES + f
-    for half in tl.static_range(2):
-        tl.store(at + half * FREQUENCIES, cos.to(out.dtype.element_ty), mask=inside)
-        target = at + (tokens * 2 + half) * FREQUENCIES
-        tl.store(target, sin.to(out.dtype.element_ty), mask=inside)
-
-
-def angles(
-    positions: Tensor, frequencies: Tensor, scaling: float, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """See `step.angles`."""
-    tokens, count = len(positions), len(frequencies)
-    out = frequencies.new_empty((2, tokens, 2 * count), dtype=dtype)
-    angles_kernel[(tokens,)](
-        positions, frequencies.float().contiguous(), out, scaling, tokens,
-        FREQUENCIES=count, BLOCK=triton.next_power_of_2(count), num_warps=1,
-        **overlap(positions.device),
-    )  # fmt: skip
-    return out[0], out[1]
-
-
-@triton.jit
-def rotate_store_kernel(
-    qkv,  # [T, (Hq + 2 Hkv) D]
-    cos,  # [T, R]
-    sin,  # [T, R]
-    norm,  # [Hq + Hkv, D], or anything if not HAS_NORM
-    q_out,  # [T, Hq, D]
-    k_pages,  # [P, tok, Hkv, D]
-    v_pages,  # [P, tok, Hkv, D]
-    slots,  # [T] int64, negative = not stored
-    qkv_row,
-    angle_row,
-    k_page,
-    k_token,
-    k_head,
-    v_page,
-    v_token,
-    v_head,
-    eps,
-    Q_HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    SIZE: tl.constexpr,
-    ROTATED: tl.constexpr,  # R: leading dimensions of a head that are rotated
-    TOKENS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    HAS_NORM: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
-    """One head of one token: normed, rotated, and put where attention finds it."""
-    begin(OVERLAP)
-    token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
-    d = tl.arange(0, BLOCK)
-    inside = d < SIZE
-    source = qkv + token * qkv_row + head * SIZE
-    value = tl.load(source + d, mask=inside, other=0.0).to(tl.float32)
-    slot = tl.load(slots + token)
-    if head < Q_HEADS + KV_HEADS:
-        half: tl.constexpr = ROTATED // 2
-        turns = d < ROTATED
-        other = tl.where(d < half, d + half, d - half)
-        partner = tl.load(source + other, mask=turns, other=0.0).to(tl.float32)
-        if HAS_NORM:
-            scale = tl.rsqrt(tl.sum(value * value, 0) / SIZE + eps)
-            weights = norm + head * SIZE
-            value = value * scale * tl.load(weights + d, mask=inside, other=0.0).to(tl.float32)
-            partner = partner * scale
-            partner = partner * tl.load(weights + other, mask=turns, other=0.0).to(tl.float32)
-        angle = token * angle_row + d
-        c = tl.load(cos + angle, mask=turns, other=1.0).to(tl.float32)
-        s = tl.load(sin + angle, mask=turns, other=0.0).to(tl.float32)
-        value = value * c + tl.where(d < half, -partner, partner) * s
-    if head < Q_HEADS:
-        target = q_out + (token * Q_HEADS + head) * SIZE + d
-        tl.store(target, value.to(q_out.dtype.element_ty), mask=inside)
-    elif slot >= 0:
-        page, place = slot // TOKENS, slot % TOKENS
-        if head < Q_HEADS + KV_HEADS:
-            at = page * k_page + place * k_token + (head - Q_HEADS) * k_head
-            tl.store(k_pages + at + d, value.to(k_pages.dtype.element_ty), mask=inside)
-        else:
-            at = page * v_page + place * v_token + (head - Q_HEADS - KV_HEADS) * v_head
-            tl.store(v_pages + at + d, value.to(v_pages.dtype.element_ty), mask=inside)
-
-
-def rotate_store(
-    qkv: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    slots: Tensor,
-    *,
-    head_size: int,
-    norm: Tensor | None = None,
-    epsilon: float = 0.0,
-) -> Tensor:
-    """See `step.rotate_store`."""
-    kv_heads = k_pages.shape[2]
-    heads = qkv.shape[1] // head_size
-    q = qkv.new_empty(qkv.shape[0], heads - 2 * kv_heads, head_size)
-    rotate_store_kernel[(qkv.shape[0], heads)](
-        qkv,
-        cos,
-        sin,
-        q if norm is None else norm,
-        q,
-        k_pages,
-        v_pages,
-        slots,
-        qkv.stride(0),
-        cos.stride(0),
-        *k_pages.stride()[:3],
-        *v_pages.stride()[:3],
-        epsilon,
-        Q_HEADS=q.shape[1],
-        KV_HEADS=kv_heads,
-        SIZE=head_size,
-        ROTATED=cos.shape[1],
-        TOKENS=k_pages.shape[1],
-        BLOCK=triton.next_power_of_2(head_size),
-        HAS_NORM=norm is not None,
-        num_warps=1,
-        **overlap(qkv.device),
-    )
-    return q
 
 
 @triton.jit
@@ -299,16 +151,50 @@ def gate(gate_up: Tensor, inner: int, activation: str) -> Tensor:
     return out
 
 
+_SLOTS_BLOCK = 256  # of one that adds up slots, too: few tokens
+
+
+@triton.jit
+def slots_sum(
+    results,  # [T * k, H] fp32
+    ids,  # [T, k] int64
+    live,  # [1] int32, or anything if not HAS_LIVE
+    token,
+    experts,
+    i,
+    inside,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TOP_K: tl.constexpr,
+    HAS_LIVE: tl.constexpr,
+):
+    """Columns i of the sum of a token's slots, fp32."""
+    real = True
+    if HAS_LIVE:
+        real = token < tl.load(live)
+    total = tl.zeros([BLOCK], tl.float32)
+    for slot in tl.static_range(TOP_K):
+        expert = tl.load(ids + token * TOP_K + slot)
+        value = tl.load(results + (token * TOP_K + slot) * SIZE + i, mask=inside, other=0.0)
+        total += tl.where((expert >= 0) & (expert < experts) & real, value, 0.0)
+    return total
+
+
 @triton.jit
 def join_kernel(
     x,  # [T, H]
-    routed,  # [T, H]
+    routed,  # [T, H], or fp32 [T * k, H] if TOP_K
+    ids,  # [T, k] int64, or anything if not TOP_K
+    live,  # [1] int32, or anything if not HAS_LIVE
     shared,  # [T, H]
     share,  # [T, 1], or anything if not HAS_SHARE
     out,  # [T, H]
     share_row,
+    experts,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
+    TOP_K: tl.constexpr,  # 0: routed is summed up
+    HAS_LIVE: tl.constexpr,
     HAS_SHARE: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
@@ -319,29 +205,43 @@ def join_kernel(
     inside = i < SIZE
     at = token * SIZE + i
     total = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
-    total += tl.load(routed + at, mask=inside, other=0.0).to(tl.float32)
+    if TOP_K:
+        slots = slots_sum(
+            routed, ids, live, token, experts, i, inside, SIZE, BLOCK, TOP_K, HAS_LIVE
+        )
+        total += slots.to(out.dtype.element_ty).to(tl.float32)
+    else:
+        total += tl.load(routed + at, mask=inside, other=0.0).to(tl.float32)
     part = tl.load(shared + at, mask=inside, other=0.0).to(tl.float32)
     if HAS_SHARE:
         part = part / (1.0 + tl.exp(-tl.load(share + token * share_row).to(tl.float32)))
     tl.store(out + at, (total + part).to(out.dtype.element_ty), mask=inside)
 
 
-def join(x: Tensor, routed: Tensor, shared: Tensor, share: Tensor | None) -> Tensor:
+def join(x: Tensor, routed: Tensor | SlotResults, shared: Tensor, share: Tensor | None) -> Tensor:
     """See `step.join`."""
-    x, routed, shared = x.contiguous(), routed.contiguous(), shared.contiguous()
+    slots = routed if isinstance(routed, SlotResults) else None
+    rows = routed.results if isinstance(routed, SlotResults) else routed.contiguous()
+    x, shared = x.contiguous(), shared.contiguous()
     out = x.new_empty(x.shape)
     tokens, size = x.shape
-    join_kernel[(tokens, triton.cdiv(size, _BLOCK))](
+    block = _BLOCK if slots is None else _SLOTS_BLOCK
+    join_kernel[(tokens, triton.cdiv(size, block))](
         x,
-        routed,
+        rows,
+        x if slots is None else slots.ids,
+        x if slots is None or slots.live is None else slots.live,
         shared,
         x if share is None else share,
         out,
         0 if share is None else share.stride(0),
+        0 if slots is None else slots.experts,
         SIZE=size,
-        BLOCK=_BLOCK,
+        BLOCK=block,
+        TOP_K=0 if slots is None else slots.ids.shape[1],
+        HAS_LIVE=slots is not None and slots.live is not None,
         HAS_SHARE=share is not None,
-        OVERLAP=False,  # it may come where streams meet
+        OVERLAP=overlap(x.device)["OVERLAP"],  # no launch_pdl: it may come where streams meet
     )
     return out
 
@@ -365,14 +265,7 @@ def add_slots_kernel(
     token = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = i < SIZE
-    real = True
-    if HAS_LIVE:
-        real = token < tl.load(live)
-    total = tl.zeros([BLOCK], tl.float32)
-    for slot in tl.static_range(TOP_K):
-        expert = tl.load(ids + token * TOP_K + slot)
-        value = tl.load(results + (token * TOP_K + slot) * SIZE + i, mask=inside, other=0.0)
-        total += tl.where((expert >= 0) & (expert < experts) & real, value, 0.0)
+    total = slots_sum(results, ids, live, token, experts, i, inside, SIZE, BLOCK, TOP_K, HAS_LIVE)
     first = tl.load(x + token * SIZE + i, mask=inside, other=0.0).to(tl.float32)
     total = first + total.to(out.dtype.element_ty).to(tl.float32)
     tl.store(out + token * SIZE + i, total.to(out.dtype.element_ty), mask=inside)

@@ -54,13 +54,14 @@ class RotatedStore:
     def store_rotated(
         self,
         layer: int,
-        qkv: Tensor,  # [T, (Hq + 2 Hkv) D]
+        qkv: Tensor,  # [T, (Hq + 2 Hkv) D]; shared values: [T, (Hq + Hkv) D]
         cos: Tensor,  # [T, D]
         sin: Tensor,  # [T, D]
         *,
         head_size: int,
         norm: Tensor | None,
         epsilon: float,
+        shared_values: bool,
     ) -> Tensor:
         """Queries [T, Hq, D], rotated; keys and values go where `attend` finds them.
 
@@ -77,6 +78,7 @@ class RotatedStore:
             head_size=head_size,
             norm=norm,
             epsilon=epsilon,
+            shared_values=shared_values,
         )
 
 

@@ -58,7 +58,7 @@ class Residual:
     def __init__(self, module: Any, kernels: bool) -> None:
         self._weight: Tensor = module.weight
         self._bias: Tensor | None = module.bias
-        self._reduce = _reduction(module)
+        self._reduce = reduction(module)
         self._kernels = kernels
 
     def __call__(self, x: Tensor, y: Tensor) -> Tensor:
@@ -73,9 +73,12 @@ class Residual:
 
 
 class GatedMlp:
-    """act(gate(y)) * up(y) of y = norm(x): the two projections, and others of y, as one product."""
+    """act(gate(y)) * up(y) of y = norm(x): the two projections, and others of y, as one product.
 
-    def __init__(self, module: Any, norm: FlatNorm, kernels: bool, *others: Any) -> None:
+    Without a norm, rows come normed.
+    """
+
+    def __init__(self, module: Any, norm: FlatNorm | None, kernels: bool, *others: Any) -> None:
         self._in = concatenate([module.gate_proj, module.up_proj, *others])
         self.weight, self.bias = self._in
         self._norm = norm
@@ -90,10 +93,9 @@ class GatedMlp:
         """What the others gave side by side, then padding, is `rest`."""
         weight, bias = self._in
         if self._kernel is not None:
-            return products.gated_product(
-                x, weight, self._inner, self._kernel, bias, norm=self._norm.joined
-            )
-        y = self._norm(x)
+            norm = None if self._norm is None else self._norm.joined
+            return products.gated_product(x, weight, self._inner, self._kernel, bias, norm=norm)
+        y = x if self._norm is None else self._norm(x)
         gate, up, rest = torch.split(linear(y, weight, bias), self._sizes, -1)
         return Gated(self._function(gate) * up, rest, y)
 
@@ -128,7 +130,7 @@ class Moe:
         self._router: Callable[[Tensor], tuple[Tensor, Tensor, Tensor]] = block.gate.forward
         self._experts = block.experts
         self._norm, self._kernels = norm, kernels
-        self._reduce = _reduction(block.experts)
+        self._reduce = reduction(block.experts)
         route = fused_route(block.gate, block.experts.gate_up_proj.dtype) if kernels else None
         self._joined = route is not None and route.joins  # the router's product is part of another
         self._gated: GatedMlp | None = None
@@ -213,14 +215,20 @@ class Moe:
         self, normed: Tensor, ids: Tensor | Choice, weights: Tensor | None, *, summed: bool
     ) -> Tensor | SlotResults:
         """[T, H]; not `summed`: without the sum over a token's experts, where they can do so."""
-        experts = self._experts
-        run: Any = experts.pw_experts
-        if is_joined(run):
-            return run.joined(experts.pw_slot, experts, normed, ids, weights, summed=summed)
-        routed: Tensor = run(experts.pw_slot, experts, normed, *chosen(ids, weights))
-        return routed
+        return run_experts(self._experts, normed, ids, weights, summed=summed)
 
 
-def _reduction(module: nn.Module) -> AllReduce | None:
+def run_experts(
+    experts: Any, x: Tensor, ids: Tensor | Choice, weights: Tensor | None, *, summed: bool
+) -> Tensor | SlotResults:
+    """What is bound to a module of experts, on rows [T, H]: see `JoinedExperts.joined`."""
+    run: Any = experts.pw_experts
+    if is_joined(run):
+        return run.joined(experts.pw_slot, experts, x, ids, weights, summed=summed)
+    routed: Tensor = run(experts.pw_slot, experts, x, *chosen(ids, weights))
+    return routed
+
+
+def reduction(module: nn.Module) -> AllReduce | None:
     """How a rank's partial result of a module is summed up; None where it is the whole."""
     return module.__dict__.get("pw_reduce")

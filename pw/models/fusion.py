@@ -201,11 +201,23 @@ def fuse_norms(model: Any, *, backend: str = "auto") -> int:
     return fused
 
 
+def epsilon_of(module: Any) -> float:
+    """What a norm adds to the mean square.
+
+    Raises:
+        AttributeError: It says nothing of that.
+    """
+    return float(module.variance_epsilon if hasattr(module, "variance_epsilon") else module.eps)
+
+
 def _norm_kernel(module: Any, backend: str) -> Callable[[Tensor], Tensor] | None:
     """The kernel with what a norm module says of itself."""
-    epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     weight: Tensor | None = getattr(module, "weight", None)
-    if not isinstance(epsilon, float) or (weight is not None and weight.dim() != 1):
+    try:
+        epsilon = epsilon_of(module)
+    except (AttributeError, TypeError):  # of torch's own norm it may be None
+        return None
+    if weight is not None and weight.dim() != 1:
         return None
 
     def call(x: Tensor) -> Tensor:

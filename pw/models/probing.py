@@ -41,6 +41,7 @@ class _ProbeContext:
         head_size: int,
         norm: Tensor | None,
         epsilon: float,
+        shared_values: bool,
     ) -> Tensor:
         """As `StepBatch.store_rotated`, into a page that holds all tokens."""
         tokens, kv_heads = len(qkv), self.kv_heads[layer]
@@ -48,8 +49,9 @@ class _ProbeContext:
         values, slots = torch.zeros_like(keys), torch.arange(tokens, device=qkv.device)
         self._stored = (keys[0], values[0])
         return rotate_store(
-            qkv, cos, sin, keys, values, slots, head_size=head_size, norm=norm, epsilon=epsilon
-        )
+            qkv, cos, sin, keys, values, slots, head_size=head_size, norm=norm, epsilon=epsilon,
+            shared_values=shared_values,
+        )  # fmt: skip
 
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, write: bool, scale: float, **_: Any

@@ -21,6 +21,7 @@ from pw.models.attention import NAME as ATTENTION
 from pw.models.attention import AttentionContext, bind_attention
 from pw.models.beside import fork_shared_experts, side_stream
 from pw.models.checkpoint import Checkpoint
+from pw.models.decoder import Decoder
 from pw.models.experts import NAME as EXPERTS
 from pw.models.experts import (
     Activation,
@@ -30,7 +31,7 @@ from pw.models.experts import (
     expert_modules,
     gate_first,
 )
-from pw.models.flat import FlatDecoder, flat_decoder
+from pw.models.flat import flat_decoder
 from pw.models.fusion import fuse_linears, fuse_norms
 from pw.models.geometry import KvGeometry
 from pw.models.header import some
@@ -55,7 +56,7 @@ class Skeleton:
     hidden_size: int
     max_model_len: int  # tokens that the model states as its limit
 
-    flat: FlatDecoder | None  # a faster forward pass with the same result, where there is one
+    flat: Decoder | None  # a faster forward pass with the same result, where there is one
 
     @property
     def ends_bytes(self) -> int:

@@ -43,52 +43,6 @@ def test_rms_norm(shape: tuple[int, ...], dtype: torch.dtype, weighted: bool) ->
     )
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("count", [8, 20])
-def test_angles(count: int, dtype: torch.dtype) -> None:
-    positions = torch.tensor([0, 1, 7, 4096, 131071])
-    frequencies = 10000.0 ** -(torch.arange(count) / count)
-    found = step.angles(positions, frequencies, 1.25, dtype, backend="triton")
-    expected = step.angles(positions, frequencies, 1.25, dtype, backend="torch")
-    for one, other in zip(found, expected, strict=True):
-        assert one.shape == (5, 2 * count)
-        near(one, other)
-
-
-@pytest.mark.parametrize("normed", [True, False])
-@pytest.mark.parametrize(
-    ("heads", "kv_heads", "size", "rotated"), [(4, 2, 16, 16), (3, 1, 24, 24), (2, 2, 16, 8)]
-)
-def test_rotate_store(heads: int, kv_heads: int, size: int, rotated: int, normed: bool) -> None:
-    tokens, total = 5, (heads + 2 * kv_heads) * size
-    qkv = random(tokens, total + 3)[:, :total]
-    angles = random(tokens, rotated // 2, seed=1).repeat(1, 2)
-    norm = random(heads + kv_heads, size, seed=2) if normed else None
-    slots = torch.tensor([7, 0, -1, 11, 4])
-    pages = [torch.zeros(3, 4, kv_heads, size) for _ in range(4)]
-    results = [
-        step.rotate_store(
-            qkv,
-            angles.cos(),
-            angles.sin(),
-            keys,
-            values,
-            slots,
-            head_size=size,
-            norm=norm,
-            epsilon=1e-6,
-            backend=backend,
-        )
-        for backend, keys, values in (("torch", *pages[:2]), ("triton", *pages[2:]))
-    ]
-    near(results[1], results[0])
-    near(pages[2], pages[0])
-    near(pages[3], pages[1])
-    stored = pages[1].view(12, kv_heads, size)
-    assert torch.equal(stored[7], qkv[0].view(-1, size)[heads + kv_heads :])
-    assert int((stored.abs().sum((1, 2)) > 0).sum()) == 4  # the padding token left nothing
-
-
 KINDS: dict[str, dict[str, Any]] = {
     "softmax": {},
     "softmax, normalized": {"normalize": True},
@@ -233,6 +187,11 @@ def test_slots_are_added(size: int, top_k: int, live: int | None) -> None:
     found = step.add_slots(x, slots, backend="triton")
     assert torch.equal(found, x + slots.sum(torch.float16))
     assert torch.equal(found, step.add_slots(x, slots))
+    shared, share = random(4, size, seed=3).half(), random(4, 2, seed=4).half()[:, :1]
+    joined = step.join(x, slots, shared, share, backend="triton")
+    summed = slots.sum(torch.float16)
+    assert torch.equal(joined, step.join(x, summed, shared, share, backend="triton"))
+    near(joined, step.join(x, slots, shared, share))
 
 
 COMPILE = """
@@ -240,13 +199,14 @@ import triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from pw_kernels import triton_routers, triton_step
+from pw_kernels import triton_rotation, triton_routers, triton_sandwich, triton_step
 
 types = dict(positions="*i64", frequencies="*fp32", scaling="fp32", eps="fp32", scale="fp32",
              slots="*i64", ids="*i64", weights="*fp32",
              choice_bias="*fp32", **{name: "*bf16" for name in (
              "x", "weight", "out", "qkv", "cos", "sin", "norm", "q_out", "k_pages", "v_pages",
-             "linear_bias", "expert_scale", "logits", "gate_up", "routed", "shared", "share")},
+             "linear_bias", "expert_scale", "logits", "gate_up", "routed", "shared", "share",
+             "first", "norms", "following", "normed")}, second="*fp32", cap="fp32",
              results="*fp32", live="*i32")
 route = dict(EXPERTS=60, PADDED=64, TOP_K=4, PADDED_K=4, SIZE=2048, BLOCK=128, SCORE="softmax",
              GROUPS=1, CHOSEN_GROUPS=1, PAIRS=False, HAS_LINEAR_BIAS=False, HAS_CHOICE_BIAS=False,
@@ -255,18 +215,27 @@ choose = {k: v for k, v in route.items() if k not in ("SIZE", "BLOCK", "HAS_LINE
 grouped = route | dict(EXPERTS=64, SIZE=2048, SCORE="sigmoid", GROUPS=4, CHOSEN_GROUPS=2,
                        PAIRS=True, HAS_CHOICE_BIAS=True, NORMALIZE=True)
 rotate = dict(Q_HEADS=16, KV_HEADS=16, SIZE=128, ROTATED=128, TOKENS=16, BLOCK=128)
+sandwich = dict(SIZE=2816, BLOCK=4096, HAS_LIVE=True)
+modules = (triton_step, triton_rotation, triton_routers, triton_sandwich)
 for capability, name, sizes, warps in (
     (80, "route_kernel", route, 8), (90, "route_kernel", grouped, 8),
     (90, "choose_kernel", choose, 1),
-    (90, "rotate_store_kernel", rotate | dict(HAS_NORM=True), 1),
+    (90, "rotate_store_kernel", rotate | dict(NORMED=32, SHARED=False), 1),
+    (90, "rotate_store_kernel", rotate | dict(NORMED=0, SHARED=False), 1),
+    (90, "rotate_store_kernel", rotate | dict(KV_HEADS=2, SIZE=512, ROTATED=512, BLOCK=512,
+                                              NORMED=20, SHARED=True), 1),
+    (90, "normed_sum_kernel", sandwich | dict(NORMS=1, FOLLOWING=3, TOP_K=0), 8),
+    (90, "normed_sum_kernel", sandwich | dict(NORMS=3, FOLLOWING=1, TOP_K=8), 8),
+    (90, "softcap_kernel", dict(BLOCK=2048), 4),
     (90, "angles_kernel", dict(FREQUENCIES=64, BLOCK=64), 1),
     (90, "rms_norm_kernel", dict(SIZE=2048, BLOCK=2048, HAS_WEIGHT=True), 8),
     (90, "gate_kernel", dict(INNER=5632, BLOCK=1024, ACTIVATION="gelu_tanh"), 4),
-    (100, "join_kernel", dict(SIZE=2048, BLOCK=1024, HAS_SHARE=True), 4),
+    (100, "join_kernel", dict(SIZE=2048, BLOCK=1024, TOP_K=0, HAS_LIVE=False,
+                               HAS_SHARE=True), 4),
     (90, "add_slots_kernel", dict(SIZE=4096, BLOCK=1024, TOP_K=2, HAS_LIVE=True), 4),
     (80, "add_slots_kernel", dict(SIZE=2048, BLOCK=1024, TOP_K=8, HAS_LIVE=False), 4),
 ):
-    kernel = getattr(triton_step, name, None) or getattr(triton_routers, name)
+    kernel = next(getattr(module, name) for module in modules if hasattr(module, name))
     sizes = sizes | dict(OVERLAP=capability >= 90)
     signature = {k: "constexpr" if k in sizes else types.get(k, "i32") for k in kernel.arg_names}
     source = ASTSource(kernel, signature, sizes)

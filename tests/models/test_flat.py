@@ -19,7 +19,10 @@ from pw_kernels import routers, step
 from pw_kernels.slots import Choice
 from pw_kernels.step import Routing
 
-FLAT = ("qwen2_moe", "qwen2_moe_norm", "qwen2_moe_window", "mixtral", "qwen3_moe")
+FLAT = (
+    "qwen2_moe", "qwen2_moe_norm", "qwen2_moe_window", "mixtral", "qwen3_moe", "gemma4_text",
+    "gemma4",
+)  # fmt: skip
 IDS = torch.randint(3, 97, (21,), generator=torch.Generator().manual_seed(5))
 
 
@@ -41,7 +44,7 @@ def run(forward: Any) -> Tensor:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_plain_decoders_run_flat_and_others_do_not(kind: str, tmp_path: Path) -> None:
+def test_known_decoders_run_flat_and_others_do_not(kind: str, tmp_path: Path) -> None:
     assert (load(kind, tmp_path).flat is not None) == (kind in FLAT)
 
 
@@ -52,6 +55,9 @@ def test_plain_decoders_run_flat_and_others_do_not(kind: str, tmp_path: Path) ->
         ("qwen2_moe_window", {"qkv_bias": False, "tie_word_embeddings": True}),
         ("qwen3_moe", {"attention_bias": True, "num_attention_heads": 2}),
         ("mixtral", {"head_dim": 12}),
+        ("gemma4", {}),
+        ("gemma4_text", {"final_logit_softcapping": 3.0, "attention_k_eq_v": False}),
+        ("gemma4_text", {"attention_bias": True, "hidden_activation": "silu"}),
     ],
 )
 def test_both_passes_give_the_same_logits_from_the_same_weights(

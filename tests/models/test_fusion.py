@@ -17,6 +17,7 @@ from pw.models.flat import FlatDecoder
 from pw.models.fusion import fuse_linears, fuse_norms
 from pw.models.probing import probe_logits, relative_difference
 from pw.models.routers import fuse_routers, fused_route, router_of
+from pw.models.sandwich import SandwichDecoder
 from pw.models.skeleton import Skeleton, general_forward, load_skeleton
 from pw.models.testing import KINDS, make_checkpoint
 
@@ -212,6 +213,17 @@ def test_a_router_that_does_something_else_keeps_its_code(
     assert fused_route(router, torch.float32) is None
     assert fuse_routers(model) == len(expert_modules(model)) - 1
     assert caplog.messages == [f"the router beside `{name}` keeps its own code"]
+
+
+def test_gemma_s_flat_pass_with_kernels_is_the_same_pass(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU; layers with keys for values too."""
+    skeleton = load("gemma4_text", tmp_path, monkeypatch, final_logit_softcapping=5.0)
+    general = partial(general_forward, skeleton.model)
+    flat = SandwichDecoder(skeleton.model, kernels=True)
+    expected, stored = probe_logits(skeleton.model, general, flat)
+    torch.testing.assert_close(stored, expected, rtol=1e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize("kind", FLAT)

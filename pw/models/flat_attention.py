@@ -1,0 +1,123 @@
+"""Attention of the flat forward passes: from hidden states to the result of each head.
+
+Axes: T tokens, H hidden, Hq query heads, Hkv key heads, D head size.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear, rms_norm
+
+from pw.models.attention import AttentionBinding, AttentionContext
+from pw.models.decoder import Turn
+from pw.models.flat_parts import FlatNorm
+from pw.models.fusion import concatenate, epsilon_of
+from pw_kernels import products
+
+
+class FlatAttention:
+    """One joint product for queries, keys and values, norms of heads, rotation, attention.
+
+    Args:
+        attention: transformers' module with its binding. Without `v_proj` its values are the keys
+            as they come.
+        norm: Of what it is given; None: that is normed already.
+        kernels: As for a GPU; keys are rotated and stored by one kernel, where the context offers
+            it. A CPU takes fewer calls without.
+    """
+
+    def __init__(self, attention: Any, norm: FlatNorm | None, kernels: bool) -> None:
+        self._head_dim = int(attention.head_dim)
+        self._binding: AttentionBinding = attention.pw_attention
+        self._scale = float(attention.scaling)
+        self._norm, self._kernels = norm, kernels
+        maps = [attention.q_proj, attention.k_proj]
+        self._shared_values = attention.v_proj is None
+        if not self._shared_values:
+            maps.append(attention.v_proj)
+        self._qkv = concatenate(maps)
+        self._q_heads = attention.q_proj.out_features // self._head_dim
+        self._kv_heads = attention.k_proj.out_features // self._head_dim
+        self._outputs = sum(module.out_features for module in maps)
+        self._padded = len(self._qkv[0]) > self._outputs
+        self._head_norm: _HeadNorm | None = None
+        if hasattr(attention, "q_norm"):
+            self._head_norm = _HeadNorm(attention, self._q_heads, self._kv_heads)
+
+    def __call__(self, x: Tensor, turn: Turn, context: AttentionContext) -> Tensor:
+        """[T, H] -> [T, Hq D]."""
+        norm = self._norm
+        if self._kernels:
+            joined = None if norm is None else norm.joined
+            qkv = products.product(x, *self._qkv, norm=joined)
+        else:
+            qkv = linear(x if norm is None else norm(x), *self._qkv)
+        if self._padded:
+            qkv = qkv[:, : self._outputs]
+        store = getattr(context, "store_rotated", None) if self._kernels else None
+        if store is None:
+            q, k, v = self._rotate(qkv, turn)
+        else:
+            heads = self._head_norm
+            q = k = v = store(  # keys and values are in their pages already
+                self._binding.layer,
+                qkv,
+                turn.cos,
+                turn.sin,
+                head_size=self._head_dim,
+                norm=None if heads is None else heads.weight,
+                epsilon=0.0 if heads is None else heads.epsilon,
+                shared_values=self._shared_values,
+            )
+        out = context.attend(
+            self._binding.layer,
+            q,
+            k,
+            v,
+            write=store is None,
+            scale=self._scale,
+            window=self._binding.window,
+            softcap=self._binding.softcap,
+            sinks=None,
+        )
+        return out.reshape(len(x), -1)
+
+    def _rotate(self, qkv: Tensor, turn: Turn) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [T, Hq, D], keys and values [T, Hkv, D] of a joint product."""
+        heads = qkv.view(len(qkv), -1, self._head_dim)
+        split = self._q_heads + self._kv_heads
+        qk, v = heads[:, :split], heads[:, -self._kv_heads :]
+        if self._head_norm is not None:
+            qk, v = self._head_norm(qk, v)
+        qk = turn(qk)
+        return qk[:, : self._q_heads], qk[:, self._q_heads :], v
+
+
+class _HeadNorm:
+    """Norm of every query and key head, and of every value head where there is one.
+
+    Attributes:
+        weight: [Hq + Hkv, D], or [Hq + 2 Hkv, D].
+        epsilon: Added to the mean square.
+    """
+
+    def __init__(self, attention: Any, q_heads: int, kv_heads: int) -> None:
+        weights = [attention.q_norm.weight] * q_heads + [attention.k_norm.weight] * kv_heads
+        self._heads = len(weights)
+        self._values = hasattr(attention, "v_norm")
+        if self._values:
+            own = getattr(attention.v_norm, "weight", None)
+            weights += [torch.ones_like(weights[0]) if own is None else own] * kv_heads
+        self.weight = torch.stack(weights)
+        self.epsilon = epsilon_of(attention.q_norm)
+
+    def __call__(self, qk: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """[T, Hq + Hkv, D] and values [T, Hkv, D] -> same."""
+        qk = self._normed(qk) * self.weight[: self._heads]
+        return qk, self._normed(v) * self.weight[self._heads :] if self._values else v
+
+    def _normed(self, heads: Tensor) -> Tensor:
+        return rms_norm(heads, heads.shape[-1:], None, self.epsilon)
