@@ -29,7 +29,8 @@ from pw.config import EngineConfig, PlannerConfig, PrecisionPolicy
 from pw.engine import Engine
 from pw.engine.experts import RoutedExperts
 from pw.engine.request import EngineStatus, SamplingParams
-from pw.evaluation.bench.squeeze import Squeeze, SqueezeRun, tight_budget
+from pw.evaluation.bench.squeeze import SqueezeRun, tight_budget
+from pw.evaluation.bench.squeeze_settings import Squeeze
 from pw.memory.prefix_cache import PrefixMatch
 from pw.models.stand_in import write_folder
 from pw.store.manifest import plain

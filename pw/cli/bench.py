@@ -12,7 +12,7 @@ import typer
 from typer.core import TyperGroup
 
 from pw.cli.address import server_url
-from pw.cli.bench_options import Client, Dataset, Result, random_seed
+from pw.cli.bench_options import Client, Dataset, Result, random_seed, refuse_idle
 from pw.cli.command import add_command, print_json
 from pw.cli.locate import TINY, model_folder
 from pw.cli.options import Calibration, Common, Planner, Runtime, Widths
@@ -78,6 +78,11 @@ def latency(
     result.check(common)
     if min(input_len, output_len, batch_size, num_iters) < 1 or num_iters_warmup < 0:
         raise ConfigError("lengths, batch size and iterations must be at least 1")
+    if batch_size > config.max_num_seqs:
+        raise ConfigError(
+            f"--batch-size {batch_size} is more than the {config.max_num_seqs} sequences that run",
+            f"give --max-num-seqs {batch_size}, too: others would wait",
+        )
     path = model_folder(model, runtime, quiet=common.quiet)
 
     from pw.engine import Engine
@@ -174,7 +179,8 @@ def squeeze(
     path = model_folder(model, runtime, quiet=common.quiet)
 
     from pw.engine import Engine
-    from pw.evaluation.bench.squeeze import Squeeze, SqueezeRun, tight_budget
+    from pw.evaluation.bench.squeeze import SqueezeRun, tight_budget
+    from pw.evaluation.bench.squeeze_settings import Squeeze
 
     if runtime.memory_budget is None and runtime.gpu_memory_utilization is None:
         budget = tight_budget(Engine.from_artifact(path, config), config.planner.low_watermark)
@@ -247,14 +253,10 @@ def matrix(
     from pw.config import parse_bytes
 
     config = runtime.config(planner)
-    form = result.check(common)
+    result.check(common)
     if transformers and config.load_format != "dummy":
         raise ConfigError("--transformers needs --load-format dummy: random weights on both sides")
-    if config.max_model_len is not None and longest_within is None:
-        raise ConfigError(
-            f"--max-model-len changes no cell of the comparison: {config.max_model_len}",
-            "leave it out: --context says how long contexts are",
-        )
+    refuse_idle(runtime, planner, result, lengths=longest_within is not None)
     path = model_folder(model, runtime, quiet=common.quiet)
     budget = None if longest_within is None else parse_bytes(longest_within)
 
@@ -264,7 +266,7 @@ def matrix(
     from pw.evaluation.bench.matrix import Matrix, run_matrix
     from pw.evaluation.bench.matrix_limits import Limits
     from pw.evaluation.bench.peers import transformers_generate
-    from pw.evaluation.bench.tables import report
+    from pw.evaluation.bench.tables import report, rows
 
     given = {"policies": policy, "batches": batch_size, "contexts": context}
     cells = Matrix(
@@ -293,9 +295,7 @@ def matrix(
         figures["interrupted"] = True
     finally:  # what has been measured is kept, whatever befell the rest
         with undisturbed():
-            if form == "md":
-                print(report(figures))
-            result.show("matrix", figures, common, printed=form == "md")
+            result.show("matrix", figures, common, table=report(figures), rows=rows(figures))
     if figures["interrupted"]:
         raise typer.Exit(130)
     if all("left_out" in cell for cell in figures["cells"]):

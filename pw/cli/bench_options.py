@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -11,7 +12,7 @@ import typer
 
 from pw.cli.folders import check_folder
 from pw.cli.locate import TINY, artifact_path
-from pw.cli.options import Common, option
+from pw.cli.options import Common, Planner, Runtime, option
 from pw.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -83,7 +84,13 @@ class Result:
     """What is told and kept of a run."""
 
     output: Annotated[
-        str, _result("md (a table), csv or json.", "-o", "--output", metavar="FORM")
+        str,
+        _result(
+            "md (a table), csv or json; or a file whose name ends so.",
+            "-o",
+            "--output",
+            metavar="FORM|FILE",
+        ),
     ] = "md"
     metric_percentiles: Annotated[str, _result("Percentiles of every metric.", metavar="LIST")] = (
         "50,90,99"
@@ -116,30 +123,113 @@ class Result:
         """The form of the output.
 
         Raises:
-            ConfigError: It, or a percentile, is none that there is.
+            ConfigError: It, or a percentile, is none that there is, or a file cannot be written.
         """
         from pw.evaluation.bench.report import FORMS
 
         self.percentiles()
-        form = "json" if common.json else self.output
+        form = self.output if self.file is None else self.file.suffix[1:]
         if form not in FORMS:
-            raise ConfigError(f"unknown output form: `{form}`", f"use {', '.join(FORMS)}")
+            raise ConfigError(
+                f"unknown output form: `{self.output}`",
+                f"use {', '.join(FORMS)}, or a file whose name ends so",
+            )
+        if self.file is not None:
+            check_folder(self.file.parent, "--output")
         if self.save_result:
             check_folder(self.result_dir, "--result-dir")
-        return form
+        return "json" if common.json and self.file is None else form
+
+    @property
+    def file(self) -> Path | None:
+        """The file that the output goes to; None: it is printed."""
+        path = Path(self.output)
+        return path if path.suffix else None
 
     def show(
-        self, kind: str, result: dict[str, Any], common: Common, *, printed: bool = False
+        self,
+        kind: str,
+        result: dict[str, Any],
+        common: Common,
+        *,
+        table: str | None = None,
+        rows: Sequence[dict[str, Any]] | None = None,
     ) -> None:
-        """Print a result unless it has been, and save it if asked to."""
+        """Print a result or write it to a file, and save the record if asked to.
+
+        Args:
+            kind: Which benchmark.
+            result: Its figures and settings.
+            common: Whether JSON is wanted.
+            table: For people, where it is more than names and values.
+            rows: For spreadsheets, where it is more than one.
+        """
         from pw.evaluation.bench.report import render, save
 
-        if not printed:
-            print(render([result], self.check(common)))
+        form = self.check(common)
+        if form == "md" and table is not None:
+            text = table
+        else:
+            text = render(rows if form == "csv" and rows is not None else [result], form)
+        if self.file is None:
+            print(text)
+        else:
+            self.file.write_text(text + "\n", "utf-8")
+            if common.json:
+                print(render([result], "json"))
         if self.save_result:
             path = save(result, kind, self.result_dir, self.result_filename)
             if not common.quiet:
                 typer.echo(f"saved: {path}", err=True)
+
+
+def refuse_idle(runtime: Runtime, planner: Planner, result: Result, *, lengths: bool) -> None:
+    """Refuse what a comparison of policies would not look at.
+
+    Args:
+        runtime: Options of the engines.
+        planner: Those of their planner.
+        result: Those of the output.
+        lengths: The longest contexts are asked for, too: they may have a limit.
+
+    Raises:
+        ConfigError: An option that changes no cell is given.
+    """
+    rests = "the comparison sets it: planes rest while steps are timed"
+    for flag, given, default, hint in (
+        (
+            "--precision-policy",
+            runtime.precision_policy,
+            Runtime.precision_policy,
+            f"give --policy {runtime.precision_policy}; it can be repeated",
+        ),
+        (
+            "--max-num-seqs",
+            runtime.max_num_seqs,
+            Runtime.max_num_seqs,
+            "--batch-size says how many sequences run; it can be repeated",
+        ),
+        (
+            "--max-model-len",
+            Runtime.max_model_len if lengths else runtime.max_model_len,
+            Runtime.max_model_len,
+            "--context says how long contexts are",
+        ),
+        ("--seed", runtime.seed, Runtime.seed, "all runs have the same contexts and prompts"),
+        ("--low-watermark", planner.low_watermark, Planner.low_watermark, rests),
+        ("--high-watermark", planner.high_watermark, Planner.high_watermark, rests),
+        ("--forecast-steps", planner.forecast_steps, Planner.forecast_steps, rests),
+        (
+            "--metric-percentiles",
+            result.metric_percentiles,
+            Result.metric_percentiles,
+            "50 and 99 are told",
+        ),
+    ):
+        if given != default:
+            raise ConfigError(
+                f"{flag} changes no cell of the comparison: {given}", f"leave it out: {hint}"
+            )
 
 
 @dataclass(frozen=True)

@@ -80,6 +80,29 @@ def test_a_matrix_of_policies_beside_transformers(config: str, tmp_path: Path) -
     assert kept["machine"]["torch"]
 
 
+def test_a_matrix_for_a_spreadsheet_has_a_row_for_each_cell(config: str, tmp_path: Path) -> None:
+    cells = ("--policy", "dense", "--policy", "static:3", "--batch-size", "2", "--context", "24")
+    more = ("--context", "9000", "--transformers", "--longest-within", "8MiB", "--steps", "3")
+    table, file = tmp_path / "made" / "matrix.csv", ("--output", str(tmp_path / "made/matrix.csv"))
+    done = run("bench", "matrix", config, *DUMMY, *SMALL[:4], *cells, *more, *file, "-q")
+    assert (done.code, done.out) == (0, ""), done.err
+    rows = list(csv.DictReader(io.StringIO(table.read_text("utf-8"))))
+    measured = [(row["policy"], row["batch"], row["context"]) for row in rows if row["itl_p50_ms"]]
+    assert measured == [
+        ("dense", "2", "24"),
+        ("static:3", "2", "24"),
+        ("transformers, sdpa", "1", "24"),
+        ("transformers, eager", "1", "24"),
+    ]
+    assert {row["model"] for row in rows} == {config}
+    assert [row["max_num_batched_tokens"] for row in rows if row["mean_bits"]] == ["64", "64"]
+    assert [row["hint"] for row in rows if row["context"] == "9000"] == [
+        "ask for --context 457 at most"
+    ] * 2
+    assert sum(bool(row["longest_context"]) for row in rows) == 3
+    assert not any("{" in value for row in rows for value in row.values())
+
+
 def broken_matrix(config: str, tmp_path: Path) -> tuple[Outcome, dict[str, Any]]:
     """A matrix of two cells in which something breaks: what a user gets, and the record."""
     cells = ("--policy", "static:3", "--batch-size", "1", "--batch-size", "2", "--context", "24")
@@ -128,7 +151,7 @@ def test_a_matrix_without_a_measured_cell_fails(config: str) -> None:
     cells = ("--policy", "static:3", "--batch-size", "1", "--context", "24", "--seconds", "0")
     done = run("bench", "matrix", config, *DUMMY, *SMALL[:4], *cells, "-q")
     assert done.code == 1
-    assert "no time left" in done.out
+    assert "no time left (raise --seconds)" in done.out
     assert done.err.splitlines() == ["no cell was measured"]
 
 
@@ -209,6 +232,16 @@ def test_generate_speaks_numbers_and_a_changed_config_is_another_folder(
         (("matrix", "CONFIG", *DUMMY, "--most-tokens", "0"), "--most-tokens must be at least"),
         (("matrix", "CONFIG", *DUMMY, "--max-model-len", "4096"),
          "--max-model-len changes no cell of the comparison: 4096"),
+        *(
+            (("matrix", "CONFIG", *DUMMY, flag, value), f"{flag} changes no cell of the comparison")
+            for flag, value in (
+                ("--precision-policy", "static:3"), ("--max-num-seqs", "8"), ("--seed", "1"),
+                ("--forecast-steps", "4"), ("--high-watermark", "0.2"),
+                ("--metric-percentiles", "50"),
+            )
+        ),
+        (("latency", "CONFIG", *DUMMY, "--batch-size", "100"), "more than the 64 sequences that r"),
+        (("latency", "CONFIG", *DUMMY, "-o", "figures.xml"), "unknown output form: `figures.xml`"),
         (("matrix", "tiny", "--transformers"), "--transformers needs --load-format dummy"),
         (("squeeze", "CONFIG", *DUMMY, "--precision-policy", "static:3"), "only adaptive"),
         (("squeeze", "CONFIG", *DUMMY, "--memory-budget", "48MiB"), "beside the widest experts"),

@@ -170,18 +170,23 @@ def test_goodput_limits_are_read_as_users_write_them() -> None:
             parse_goodput([wrong])
 
 
-def test_results_are_shown_in_three_forms_and_saved_with_the_machine(tmp_path: Path) -> None:
-    row = {"n": 1234, "x": 0.5, "bytes": {"kv": 7}, "lengths": [3, 4], "nothing": None}
+def test_results_are_shown_in_three_forms_and_saved_with_the_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row = {"n": 1234, "x": 0.5, "bytes": {"kv": 7168}, "lengths": [3, 4], "nothing": None}
     assert json.loads(render([row], "json")) == row
     assert "| n | 1,234 |" in render([row], "md")
-    assert "| bytes.kv | 7 |" in render([row], "md")
+    assert "| bytes.kv | 7.00 KiB |" in render([row], "md")
     head, line = render([row], "csv").splitlines()
     assert head == "n,x,bytes.kv,lengths,nothing"
-    assert line == "1234,0.5,7,3 4,"
+    assert line == "1234,0.5,7168,3 4,"
     with pytest.raises(ConfigError, match="unknown output form: `xml`"):
         render([row], "xml")
+    typed = ["pw", "bench", "serve", "--api-key", "secret", "--api-key=secret", "a b"]
+    monkeypatch.setattr("sys.argv", typed)
     path = save(row, "latency", tmp_path / "deep" / "er", None)
     kept = json.loads(path.read_text())
     assert kept["benchmark"] == "latency"
     assert kept["machine"]["threads"] >= 1
     assert kept["n"] == 1234
+    assert kept["command"] == "pw bench serve --api-key ... --api-key=... 'a b'"

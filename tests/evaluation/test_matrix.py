@@ -128,6 +128,7 @@ def test_all_cells_in_one_run(folder: Path) -> None:
     text = report(found)
     assert "| static:3 | 4 | 48 |" in text
     assert "adaptive over uniform" in text
+    assert "Prompts in steps of up to 512 tokens." in text
 
 
 def test_what_does_not_fit_is_said_and_the_rest_is_measured(folder: Path) -> None:
@@ -142,9 +143,12 @@ def test_what_does_not_fit_is_said_and_the_rest_is_measured(folder: Path) -> Non
     assert left_out[1, 48] is None
     assert "contexts do not fit at a time" in str(left_out[4, 300])
     assert all(cell.get("ttft_ms") is None for cell in found["cells"])
-    assert "do not fit at a time" in report(found)
+    assert "at a time (raise --memory-budget, or lower --batch-size or --con" in report(found)
     nothing = run_matrix(folder, replace(CONFIG, memory_budget=1 << 20), matrix)
-    assert "is too small" in nothing["cells"][0]["left_out"]
+    (cell,) = nothing["cells"]
+    assert "is too small" in cell["left_out"]
+    lower = "lower --max-num-batched-tokens and --batch-size"  # which sets the sequences here
+    assert cell["hint"] == f"raise --memory-budget, or {lower}"
 
 
 def test_cells_that_come_too_late_are_named(folder: Path) -> None:

@@ -163,7 +163,11 @@ def test_an_engine_that_gets_no_memory_is_left_out(
 
     monkeypatch.setattr(Engine, "from_artifact", opening)
     found = run_matrix(folder, CONFIG, TWO)
-    assert found["cells"][0] == {"policy": "static:3", "left_out": "OutOfMemoryError: no room"}
+    assert found["cells"][0] == {
+        "policy": "static:3",
+        "left_out": "OutOfMemoryError: no room",
+        "hint": "lower --gpu-memory-utilization or --memory-budget",
+    }
     assert names_of({"cells": found["cells"][1:]}, measured=True) == [("dense", 1), ("dense", 4)]
 
 

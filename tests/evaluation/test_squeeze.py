@@ -13,7 +13,8 @@ import pytest
 
 from pw.engine import Engine
 from pw.errors import ConfigError
-from pw.evaluation.bench.squeeze import Squeeze, SqueezeRun, tight_budget
+from pw.evaluation.bench.squeeze import SqueezeRun, tight_budget
+from pw.evaluation.bench.squeeze_settings import Squeeze
 from support.engines import make_artifact, open_engine
 from support.patience import PATIENCE
 

@@ -12,6 +12,8 @@ from pw.engine import Engine
 from pw.errors import EngineLostError, PwError
 from pw.evaluation.bench.timing import end
 
+_FREE_MEMORY = "lower --gpu-memory-utilization or --memory-budget"
+
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
@@ -61,6 +63,13 @@ def is_lost(error: BaseException) -> bool:
     known = isinstance(error, torch.AcceleratorError | EngineLostError)
     text = str(error).upper()
     return known or (isinstance(error, RuntimeError) and ("CUDA" in text or "NCCL" in text))
+
+
+def left_out(error: Exception) -> dict[str, str]:
+    """What stands in place of figures: why there are none, and what helps where that is known."""
+    lacks_memory = isinstance(error, torch.OutOfMemoryError)
+    hint = error.hint if isinstance(error, PwError) else _FREE_MEMORY if lacks_memory else ""
+    return {"left_out": message(error)} | ({"hint": hint} if hint else {})
 
 
 def message(error: Exception) -> str:

@@ -21,6 +21,7 @@ from pw.engine.sequence import Chunk
 from pw.errors import PwError
 
 _OWNER = 1 << 40  # of ballast: no block, no sequence
+_LESS = "raise --memory-budget, or lower --batch-size or --context"
 _NOISE_BYTES = 64 << 20  # of random numbers, repeated over the pages
 
 
@@ -44,7 +45,7 @@ def fill(engine: Engine, prompts: list[list[int]], tokens: int) -> list[str]:
     if lacking := len(names) - sum(output.error is None for output in outputs):
         for name in names:
             engine.abort(name)
-        raise PwError(f"{lacking} of {len(names)} contexts do not fit at a time")
+        raise PwError(f"{lacking} of {len(names)} contexts do not fit at a time", _LESS)
     _write_noise(engine)
     return names
 
@@ -107,12 +108,15 @@ class Ballast:
         pool, precision = self._engine._parts.pool, self._engine._parts.precision
         wanted = pool.num_pages - pages
         if wanted < 0:
-            raise PwError(f"{pages} pages are asked for, the arena has {pool.num_pages}")
+            raise PwError(f"{pages} pages are asked for, the arena has {pool.num_pages}", _LESS)
         if (excess := len(self._pages) - wanted) > 0:
             pool.give_back(self._pages[-excess:], _OWNER)
             del self._pages[-excess:]
             return
         while (lacking := wanted - len(self._pages) - pool.free_count) > 0:
             if precision.release(lacking, "ballast") == 0:
-                raise PwError(f"weights and KV do not fit into {pages} pages: {lacking} too many")
+                raise PwError(
+                    f"weights and KV do not fit into {pages} pages: {lacking} too many",
+                    "compare at the bytes of more bits, or lower --min-bits",
+                )
         self._pages += pool.take(wanted - len(self._pages), _OWNER)

@@ -5,16 +5,12 @@ from __future__ import annotations
 import bisect
 import math
 from collections import Counter
-from typing import TYPE_CHECKING
 
 from pw.engine import Engine
 from pw.engine.request import EngineStatus
 from pw.errors import ConfigError
+from pw.evaluation.bench.squeeze_settings import PROBE, Squeeze
 
-if TYPE_CHECKING:
-    from pw.evaluation.bench.squeeze import Squeeze
-
-PROBE = 16  # tokens of a probe's prompt
 _PROMPT_STEPS = 64  # that the long prompts may take: the probes grow meanwhile
 
 

@@ -14,7 +14,7 @@ from pw.config import EngineConfig, PrecisionPolicy
 from pw.engine import Engine
 from pw.engine.request import SamplingParams
 from pw.errors import BudgetError, ConfigError
-from pw.evaluation.bench.faults import message
+from pw.evaluation.bench.faults import left_out
 from pw.evaluation.bench.timing import collect, end, random_prompts
 
 
@@ -33,7 +33,7 @@ def longest_contexts(
                 folder, replace(config, policy=PrecisionPolicy.parse(policy), max_num_seqs=1)
             )
         except (BudgetError, ConfigError, torch.OutOfMemoryError) as error:
-            found.append(row | {"context": 0, "left_out": message(error)})
+            found.append(row | {"context": 0} | left_out(error))
             collect()
             continue
         length = engine.max_model_len

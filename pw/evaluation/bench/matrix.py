@@ -32,7 +32,7 @@ import torch
 from pw.config import EngineConfig
 from pw.engine import Engine
 from pw.errors import BudgetError, ConfigError, PwError
-from pw.evaluation.bench.faults import clear, ended, is_lost, message
+from pw.evaluation.bench.faults import clear, ended, is_lost, left_out, message
 from pw.evaluation.bench.filling import Ballast, fill
 from pw.evaluation.bench.floor import copy_bandwidth, step_bytes
 from pw.evaluation.bench.matrix_limits import Limits
@@ -46,6 +46,7 @@ from pw.evaluation.bench.timing import (
     first_tokens,
     in_turn,
     random_prompts,
+    step_tokens,
     timed,
 )
 
@@ -54,7 +55,7 @@ logger = logging.getLogger(__name__)
 _SETTLE = 40  # steps before the measured ones: planes rest, and contexts grow alike in all cells
 _REST = 12  # steps behind the measured ones
 _PROMPT_RUNS = 3  # of real prompts, of which the median counts: they keep the host busy
-_LATE = "no time left"
+_LATE = {"left_out": "no time left", "hint": "raise --seconds"}
 _TINY = 1e-9  # a watermark of no page
 
 
@@ -209,7 +210,7 @@ class _Run:
             widths = Widths(Path(temporary))
             for group in by_engine(self._with_widths()):
                 if self._late():
-                    self.cells += [{"policy": policy, "left_out": _LATE} for policy in group]
+                    self.cells += [{"policy": policy} | _LATE for policy in group]
                     continue
                 started = time.perf_counter()
                 if (engine := self._open(group[0], widths)) is not None:
@@ -234,7 +235,10 @@ class _Run:
     def _leave_out(self, policy: str, error: Exception) -> None:
         if isinstance(error, ConfigError):
             self._refusals.append(error)
-        self._add({"policy": policy, "left_out": message(error)})
+        why = left_out(error)
+        if "hint" in why:  # here sequences are what a batch has
+            why["hint"] = why["hint"].replace("--max-num-seqs", "--batch-size")
+        self._add({"policy": policy} | why)
 
     def _late(self) -> bool:
         return time.monotonic() > self._ends
@@ -266,16 +270,16 @@ class _Run:
         for policy, (batch, context) in itertools.product(group, matrix.shapes):
             cell = _Cell(engine, ballast, policy, batch, context, matrix)
             if self._late():
-                self._add(cell.name | {"left_out": _LATE})
+                self._add(cell.name | _LATE)
                 continue
             refusal = self._limits.of_context(context, matrix.steps, matrix.tokens)
             if refusal is not None:
-                self._add(cell.name | {"left_out": message(refusal)})
+                self._add(cell.name | left_out(refusal))
                 continue
             try:
                 found = cell.measure(self.speed)
             except Exception as error:
-                self._add(cell.name | {"left_out": message(error)})
+                self._add(cell.name | left_out(error))
                 if is_lost(error):
                     raise
                 if not isinstance(error, PwError):
@@ -309,7 +313,7 @@ class _Cell:
         Raises:
             PwError: The contexts do not fit, or a sequence did not last to the end.
         """
-        name, engine, matrix = self.name, self._engine, self._matrix
+        name, engine, matrix, started = self.name, self._engine, self._matrix, time.perf_counter()
         self._set_bytes()
         first = None
         if self._batch * self._context <= matrix.prompt_tokens:
@@ -351,6 +355,8 @@ class _Cell:
             "kernels_ms": kernels,
             "kernels_floor_ms": class_floors(read, bandwidth),
             "bytes": asdict(status.bytes),
+            "max_num_batched_tokens": step_tokens(engine),
+            "seconds": time.perf_counter() - started,
         }
 
     def _set_bytes(self) -> None:

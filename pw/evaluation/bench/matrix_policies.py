@@ -72,5 +72,7 @@ class Widths:
         if not text.startswith("held") or bits is None:
             return policy
         if not self._file(bits).exists():
-            raise BudgetError(f"no cell of adaptive:{bits} was measured")
+            raise BudgetError(
+                f"no cell of adaptive:{bits} was measured", "ask for one that fits the budget"
+            )
         return replace(policy, path=self._file(bits))

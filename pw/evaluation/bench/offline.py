@@ -13,6 +13,7 @@ from pw.engine import Engine
 from pw.engine.request import SamplingParams
 from pw.errors import ConfigError, PwError
 from pw.evaluation.bench.metrics import Timing, distribution, summarize
+from pw.evaluation.bench.timing import step_tokens
 from pw.evaluation.bench.workload import Request
 
 
@@ -129,6 +130,7 @@ def engine_figures(engine: Engine) -> dict[str, Any]:
         "policy": status.policy,
         "mean_bits": status.mean_bits,
         "preemptions": status.preemptions,
+        "max_num_batched_tokens": step_tokens(engine),
         "bytes": status.bytes,
         "bytes_total": status.bytes.total,
     }

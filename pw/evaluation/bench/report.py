@@ -6,16 +6,20 @@ import csv
 import io
 import json
 import platform
+import shlex
+import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from pw import __version__
+from pw.config import format_bytes
 from pw.errors import ConfigError
 from pw.store.manifest import plain
 
 FORMS = ("md", "csv", "json")
+_SECRET = "--api-key"
 _LISTS = ("latencies",)  # raw values: in JSON alone
 
 
@@ -40,7 +44,7 @@ def render(rows: Iterable[dict[str, Any]], form: str) -> str:
         return text.getvalue().rstrip("\n")
     heads = ["measured", *(f"run {i + 1}" if len(flat) > 1 else "value" for i in range(len(flat)))]
     lines = [heads, ["---", *("---:" for _ in flat)]]
-    lines += [[name, *(_cell(row.get(name)) for row in flat)] for name in names]
+    lines += [[name, *(_cell(name, row.get(name)) for row in flat)] for name in names]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
@@ -55,7 +59,9 @@ def _flat(row: dict[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
             yield f"{prefix}{name}", value
 
 
-def _cell(value: Any) -> str:
+def _cell(name: str, value: Any) -> str:
+    if name.startswith(("bytes", "budget")) and isinstance(value, int):
+        return format_bytes(value)
     if isinstance(value, float):
         return f"{value:,.3f}"
     if isinstance(value, int) and not isinstance(value, bool):
@@ -64,7 +70,7 @@ def _cell(value: Any) -> str:
 
 
 def save(result: dict[str, Any], kind: str, folder: Path, name: str | None) -> Path:
-    """Write a result with when and where it was measured; the file.
+    """Write a result with when, where and by which command it was measured; the file.
 
     Args:
         result: Figures and settings.
@@ -76,8 +82,19 @@ def save(result: dict[str, Any], kind: str, folder: Path, name: str | None) -> P
     now = time.strftime("%Y%m%d-%H%M%S")
     path = folder / (name or f"pw-{kind}-{now}.json")
     record = {"benchmark": kind, "date": now, "version": __version__, "machine": machine()}
+    record["command"] = _command(sys.argv[1:])
     path.write_text(json.dumps(record | plain(result), indent=2) + "\n", "utf-8")
     return path
+
+
+def _command(words: Sequence[str]) -> str:
+    """What was typed behind `pw`, but for keys."""
+    found = ["pw"]
+    for word in words:
+        name, is_assigned, _ = word.partition("=")
+        secret = found[-1] == _SECRET or (name == _SECRET and is_assigned)
+        found.append(f"{name}=..." if secret and is_assigned else "..." if secret else word)
+    return shlex.join(found)
 
 
 def machine() -> dict[str, Any]:

@@ -25,28 +25,11 @@ import numpy as np
 from pw.engine import Engine
 from pw.engine.request import EngineStatus, SamplingParams
 from pw.errors import ConfigError, PwError
-from pw.evaluation.bench.long_prompts import PROBE, LongPrompts
+from pw.evaluation.bench.long_prompts import LongPrompts
+from pw.evaluation.bench.squeeze_settings import PROBE, Squeeze
 from pw.memory.page_table import WeightPageTable
 
 _IDLE_SECONDS = 0.002  # between safe points of an idle engine
-
-
-@dataclass(frozen=True)
-class Squeeze:
-    """How hard and how often."""
-
-    cycles: int = 10
-    probes: int = 4
-    steady_steps: int = 32
-    ease_steps: int = 64
-    # KV of the long requests over the room beside the widest experts, as far as all of it fits
-    # beside the narrowest.
-    load: float = 1.5
-    max_long: int = 60  # long requests at a time; with the probes no more than may run
-    output_len: int = 8  # tokens of a long request's answer
-    return_seconds: float = 10.0  # for planes to be back
-    seconds: float = math.inf  # after which no cycle is begun
-    seed: int = 0
 
 
 @dataclass

@@ -75,7 +75,7 @@ def line(cell: dict[str, Any]) -> str:
     """A cell as a row of the table."""
     name = f"| {cell['policy']} | {cell.get('batch', '')} | {cell.get('context', '')} "
     if "left_out" in cell:
-        return f"{name}| {cell['left_out']} |"
+        return f"{name}| {_why(cell)} |"
     first, turn, device = cell["ttft_ms"], cell["in_turn_p50_ms"], cell["device_ms"]
     return (
         f"{name}| {cell['tokens_per_second']:.0f} | {cell['itl_p50_ms']:.3f} "
@@ -85,6 +85,28 @@ def line(cell: dict[str, Any]) -> str:
         f"| {cell['mean_bits']:.2f} | {cell['experts_read']:.1f} | {cell['floor_ms']:.3f} "
         f"| {cell['over_floor']:.2f} |"
     )
+
+
+def _why(row: dict[str, Any]) -> str:
+    """Why a row has no figures, and what helps."""
+    hint = row.get("hint")
+    return f"{row['left_out']} ({hint})" if hint else str(row["left_out"])
+
+
+def rows(result: dict[str, Any]) -> list[dict[str, Any]]:
+    """What a spreadsheet has of a result: a row for each cell, and for each figure of others.
+
+    Ratios are left out: they are quotients of the rows.
+    """
+    found = [dict(cell) for cell in result["cells"]]
+    found += [
+        {"policy": f"transformers, {other['attention']}"} | other
+        for other in result.get("transformers", ())
+    ]
+    for longest in result.get("longest_contexts", ()):
+        named = {f"longest_{name}": value for name, value in longest.items() if name != "policy"}
+        found.append({"policy": longest["policy"]} | named)
+    return [{"model": result["model"]} | row for row in found]
 
 
 def report(result: dict[str, Any]) -> str:
@@ -114,6 +136,9 @@ def report(result: dict[str, Any]) -> str:
     if result.get("longest_contexts"):
         heads = ("longest context", "budget", "tokens", "served", "bits before", "bits with it")
         parts.append(_table(heads, map(_context_line, result["longest_contexts"])))
+    steps = {cell["max_num_batched_tokens"] for cell in _measured(result["cells"]).values()}
+    if steps:
+        parts.append(f"Prompts in steps of up to {' or '.join(map(str, sorted(steps)))} tokens.")
     parts += _ending(result)
     return "\n\n".join(parts)
 
@@ -174,7 +199,7 @@ def _kernel_table(cells: list[dict[str, Any]]) -> str:
 def _context_line(row: dict[str, Any]) -> str:
     name = f"| {row['policy']} | {format_bytes(row['budget'])} "
     if "left_out" in row:
-        return f"{name}| does not fit | {row['left_out']} |"
+        return f"{name}| does not fit | {_why(row)} |"
     return (
         f"{name}| {row['context']} | {row['served']} | {row['mean_bits_before']:.2f} "
         f"| {row['mean_bits_with_it']:.2f} |"

@@ -50,7 +50,10 @@ def timed(engine: Engine, steps: int, sequences: int) -> list[float]:
         outputs = engine.step()
         times.append((time.perf_counter() - started) * 1e3)
         if (got := served(outputs)) != sequences:
-            raise PwError(f"{got} of {sequences} sequences got a token in a step")
+            raise PwError(
+                f"{got} of {sequences} sequences got a token in a step",
+                "raise --memory-budget, or lower --batch-size: others waited or were preempted",
+            )
     return times
 
 
@@ -79,6 +82,11 @@ def in_turn(engine: Engine, steps: int, sequences: int) -> list[float] | None:
         return timed(engine, steps, sequences)
     finally:
         launcher._overlaps = True
+
+
+def step_tokens(engine: Engine) -> int:
+    """Tokens of one step at most: as asked for, or what device, model and budget allow."""
+    return engine._parts.scheduler._max_tokens
 
 
 def captured(engine: Engine, batch: int) -> Step | None:
