@@ -177,10 +177,10 @@ def _check_budget(manifest: Mapping[str, Any], config: EngineConfig) -> None:
         return
     if dense + experts > budget:
         raise BudgetError(
-            f"memory budget of {format_exactly(budget)} is too small: weights alone take "
-            f"{format_exactly(dense + experts)} (dense {format_bytes(dense)}, experts at {bits} "
-            f"bits {format_bytes(experts)})",
-            "raise --memory-budget",
+            f"memory budget of {format_exactly(budget)} is too small: weights alone, as they are "
+            f"stored, take {format_exactly(dense + experts)} (dense {format_bytes(dense)}, "
+            f"experts at {bits} bits {format_bytes(experts)})",
+            "raise --memory-budget: workspace and KV come on top, and a CPU widens dense weights",
         )
 
 

@@ -191,6 +191,7 @@ def test_what_stops_the_engines_process_is_told_as_if_it_were_this_one(
     small = run("serve", str(made.artifact), *SMALL, "--memory-budget", "64KiB", "--port", "0")
     assert (small.code, small.out) == (4, "")
     assert small.err.startswith("error: memory budget of 64.00 KiB (65,536 bytes) is too small: ")
+    assert "weights alone, as they are stored, take" in small.err  # the engine widens them
     assert "hint: raise --memory-budget" in small.err
     damaged = tmp_path / "damaged.pw"
     shutil.copytree(made.artifact, damaged)

@@ -54,7 +54,9 @@ def params(grammar: Grammar, seed: int = 0, **settings: Any) -> SamplingParams:
 def check_schema(text: str) -> None:
     value = json.loads(text)
     assert set(value) == {"name", "age", "kind"}
-    assert len(value["name"]) <= 5
+    assert text == json.dumps(value, ensure_ascii=False)  # no blank that nobody needs
+    name = re.sub("\ufffd{1,4}", "?", value["name"])  # bytes of no character are one to a grammar
+    assert len(name) <= 5
     assert 0 <= value["age"] <= 99
     assert value["kind"] in ("bit", "plane")
 

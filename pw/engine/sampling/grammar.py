@@ -86,10 +86,12 @@ def compile_grammar(
             return compiler.compile_grammar(grammar.text)
         if grammar.kind == "choice":
             return compiler.compile_grammar(_choice_grammar(grammar.text))
-        schema = '{"type": "object"}' if grammar.kind == "json_object" else grammar.text
-        return compiler.compile_json_schema(
-            schema, any_whitespace=True, strict_mode=False, max_whitespace_cnt=_MAX_WHITESPACE
-        )
+        if grammar.kind == "json_object":
+            return compiler.compile_json_schema(
+                '{"type": "object"}', strict_mode=False, max_whitespace_cnt=_MAX_WHITESPACE
+            )
+        # One line, as `json.dumps` writes it: where blanks may be, small models spend their tokens.
+        return compiler.compile_json_schema(grammar.text, any_whitespace=False, strict_mode=False)
     except RequestError:
         raise
     except Exception as error:
