@@ -1,7 +1,7 @@
 """A table on the host and its copy on the device, at fixed addresses, kept equal by small copies.
 
 Kernels read the device side while steps run, so it changes in stream order only, at the safe
-point. What is sent is what has changed: positions and values in one pinned buffer, one copy, one
+point. What is sent is what was noted: positions and values in one pinned buffer, one copy, one
 kernel that puts them in place. Nothing waits.
 """
 
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 _SLOTS = 4  # pinned buffers in turn: the copy from one has ended long before it comes round again
 _ALIGNED = 16  # bytes: a buffer begins where its positions can be read as int64
-_MOST = 1 << 15  # entries sent alone, but one in eight at most; beyond, the whole table is sent
+_MOST = 1 << 16  # entries sent alone, but one in eight at most; beyond, the whole table is sent
 STAGING_BYTES = 12 * _MOST  # on the device beside the table, at most
 
 
@@ -65,7 +65,8 @@ class Mirror:
         """Send what has changed, in the order of the current stream."""
         if not self._changed:
             return
-        positions = np.unique(np.concatenate(self._changed))
+        # One that changed twice is sent twice: to find it takes longer than steps do.
+        positions = np.concatenate(self._changed)
         self._changed.clear()
         slot = self._slots[self._turn]
         self._wait_for_slot()
