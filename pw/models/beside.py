@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from pw.models.experts import expert_modules
-from pw.models.probing import TOLERANCE, Forward, probe_logits, relative_difference
+from pw.models.probing import Forward, probe_logits, why_not
 
 FEWEST, MOST = 9, 64  # tokens: the products of fewer take norms and sums along, which is as fast
 _NAMES = ("shared_experts", "shared_expert")
@@ -151,14 +151,7 @@ def fork_shared_experts(model: Any, forward: Forward, beside: Beside) -> int:
     forks = [_Fork(block, shared, beside) for block, shared in pairs]
     if not forks:
         return 0
-    try:
-        (after,) = probe_logits(model, forward)
-        difference = relative_difference(after, before)
-    except (RuntimeError, TypeError, ValueError) as error:
-        difference, cause = float("nan"), str(error)
-    else:
-        cause = f"logits differ by {difference:.1e}"
-    if not difference <= TOLERANCE[model.dtype]:
+    if (cause := why_not(model, before, forward)) is not None:
         for fork in forks:
             fork.undo()
         _log.warning(

@@ -59,21 +59,38 @@ class Decoder(ABC):
 class Turn:
     """The angles of a step's tokens.
 
+    Args:
+        signs: [R], -1 for the first half and 1 for the second; None: made when they are needed.
+
     Attributes:
-        cos: [T, D].
-        sin: [T, D].
+        cos: [T, R].
+        sin: [T, R].
     """
 
-    def __init__(self, cos: Tensor, sin: Tensor, signs: Tensor) -> None:
+    def __init__(self, cos: Tensor, sin: Tensor, signs: Tensor | None = None) -> None:
         self.cos, self.sin, self._signs = cos, sin, signs
         self._factors: tuple[Tensor, Tensor] | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Heads [T, n, D], turned: rotate_half(x) * sin = roll(x, D/2) * (signs * sin)."""
+        """Heads [T, n, D], turned: rotate_half(x) * sin = roll(x, R/2) * (signs * sin).
+
+        What a head has beyond R stays as it is.
+        """
+        size = self.cos.shape[-1]
         if self._factors is None:
-            self._factors = (self.cos[:, None], (self.sin * self._signs)[:, None])
+            signs = signs_of(size // 2, self.sin) if self._signs is None else self._signs
+            self._factors = (self.cos[:, None], (self.sin * signs)[:, None])
         cos, sin = self._factors
-        return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
+        part = x if size == x.shape[-1] else x[..., :size]
+        turned = torch.addcmul(part * cos, part.roll(size // 2, -1), sin)
+        return turned if part is x else torch.cat((turned, x[..., size:]), -1)
+
+
+def signs_of(half: int, like: Tensor) -> Tensor:
+    """[2 half]: -1 for the first half and 1 for the second."""
+    signs = torch.ones(2 * half, device=like.device, dtype=like.dtype)
+    signs[:half] = -1
+    return signs
 
 
 class Rotary:
@@ -95,9 +112,7 @@ class Rotary:
         if isinstance(rotation, dict):
             rotation = rotation[kind]
         self._kernel = kernels and rotation in _FIXED_ROTATIONS
-        half = len(self._frequencies)
-        self._signs = torch.ones(2 * half, device=like.device, dtype=like.dtype)
-        self._signs[:half] = -1
+        self._signs = signs_of(len(self._frequencies), like)
 
     def __call__(self, x: Tensor, positions: Tensor) -> Turn:
         """Of positions [T], in the dtype of x."""

@@ -1,21 +1,29 @@
 """Attention of the flat forward passes: from hidden states to the result of each head.
 
+Modules of other models that compute the same are let do it, too (`fuse_attention`).
+
 Axes: T tokens, H hidden, Hq query heads, Hkv key heads, D head size.
 """
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import linear, rms_norm
 
 from pw.models.attention import AttentionBinding, AttentionContext
 from pw.models.decoder import Turn
 from pw.models.flat_parts import FlatNorm
 from pw.models.fusion import concatenate, epsilon_of
+from pw.models.probing import Forward, probe_logits, why_not
 from pw_kernels import products
+
+_log = logging.getLogger(__name__)
+_MAPS = ("q_proj", "k_proj", "o_proj")
 
 
 class FlatAttention:
@@ -121,3 +129,63 @@ class _HeadNorm:
 
     def _normed(self, heads: Tensor) -> Tensor:
         return rms_norm(heads, heads.shape[-1:], None, self.epsilon)
+
+
+class _Replacement:
+    """The forward pass of an attention module; its output map stays what it is."""
+
+    def __init__(self, module: Any, kernels: bool) -> None:
+        self._attention = FlatAttention(module, None, kernels)
+        self._out: Callable[[Tensor], Tensor] = module.o_proj
+
+    def __call__(
+        self,
+        hidden_states: Tensor,  # [1, T, H]
+        position_embeddings: tuple[Tensor, Tensor],  # cosines and sines [1, T, R]
+        attention_mask: Tensor | None = None,
+        *,
+        pw_context: AttentionContext,
+        **_: Any,
+    ) -> tuple[Tensor, None]:
+        cos, sin = position_embeddings
+        heads = self._attention(hidden_states[0], Turn(cos[0], sin[0]), pw_context)
+        return self._out(heads.unsqueeze(0)), None
+
+
+def fuse_attention(model: Any, forward: Forward, *, kernels: bool = True) -> int:
+    """Let attention modules of the usual kind norm, rotate and store in one launch; how many.
+
+    All or none are replaced, as the model gives the same logits or does not.
+
+    Args:
+        model: transformers' model with dense weights, whole or a rank's part, and attention bound.
+        forward: Its forward pass through transformers' own code.
+        kernels: As for a GPU.
+    """
+    bound = [module for module in model.modules() if "pw_attention" in module.__dict__]
+    found = [module for module in bound if _is_usual(module)]
+    if not found or not all(module.pw_attention.write for module in bound):
+        return 0  # keys that layers share are handed on by transformers' code
+
+    def replaced(*arguments: Any) -> Tensor:
+        for module in found:
+            module.__dict__["forward"] = _Replacement(module, kernels)
+        return forward(*arguments)
+
+    (before,) = probe_logits(model, forward)
+    if (cause := why_not(model, before, replaced)) is not None:
+        for module in found:
+            module.__dict__.pop("forward", None)
+        _log.warning("attention of `%s` keeps its own code: %s", model.config.model_type, cause)
+        return 0
+    return len(found)
+
+
+def _is_usual(module: Any) -> bool:
+    """Whether an attention module looks as if it were; sinks and norms over all heads are not."""
+    if any(type(getattr(module, name, None)) is not nn.Linear for name in _MAPS):
+        return False
+    if type(getattr(module, "v_proj", module)) not in (nn.Linear, type(None)):
+        return False
+    norm = getattr(getattr(module, "q_norm", None), "weight", None)
+    return not hasattr(module, "sinks") and (norm is None or len(norm) == int(module.head_dim))

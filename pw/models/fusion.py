@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from pw.errors import ModelError
 from pw.models.experts import layer_of
-from pw.models.probing import TOLERANCE, Forward, probe_logits, relative_difference
+from pw.models.probing import TOLERANCE, Forward, probe_logits, why_not
 from pw_kernels import products, step
 
 _log = logging.getLogger(__name__)
@@ -128,14 +128,7 @@ def fuse_linears(model: Any, forward: Forward) -> list[JointProduct]:
     before, groups = _watch(model, forward)
     joint = [JointProduct(modules) for modules in groups]
     alone = _few_rows(model, joint)
-    try:
-        (after,) = probe_logits(model, forward)
-        difference = relative_difference(after, before)
-    except (RuntimeError, TypeError, ValueError, AttributeError) as error:
-        difference, cause = float("nan"), str(error)
-    else:
-        cause = f"logits differ by {difference:.1e}"
-    if not difference <= TOLERANCE[model.dtype]:
+    if (cause := why_not(model, before, forward)) is not None:
         for product in joint:
             product.undo()
         for module in alone:

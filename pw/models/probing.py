@@ -8,8 +8,8 @@ Axes: T tokens, Hq query heads, Hkv key heads, D head size.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -25,11 +25,15 @@ Forward = Callable[[Tensor, Tensor, AttentionContext, Tensor], Tensor]  # see `S
 
 
 class _ProbeContext:
-    """Attention that needs no history: each query takes a share of its token's values."""
+    """Attention that needs no history: each query takes a share of its token's values.
 
-    def __init__(self) -> None:
+    Args:
+        kv_heads: By layer, of those that may store what they rotated.
+    """
+
+    def __init__(self, kv_heads: dict[int, int]) -> None:
         self._stored: tuple[Tensor, Tensor] | None = None  # [T, Hkv, D] of the layer at work
-        self.kv_heads: dict[int, int] = {}  # by layer, as seen in a pass that stores by `attend`
+        self._kv_heads = kv_heads
 
     def store_rotated(
         self,
@@ -44,7 +48,7 @@ class _ProbeContext:
         shared_values: bool,
     ) -> Tensor:
         """As `StepBatch.store_rotated`, into a page that holds all tokens."""
-        tokens, kv_heads = len(qkv), self.kv_heads[layer]
+        tokens, kv_heads = len(qkv), self._kv_heads[layer]
         keys = qkv.new_zeros(1, tokens, kv_heads, head_size)
         values, slots = torch.zeros_like(keys), torch.arange(tokens, device=qkv.device)
         self._stored = (keys[0], values[0])
@@ -57,9 +61,7 @@ class _ProbeContext:
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, write: bool, scale: float, **_: Any
     ) -> Tensor:
         """Depends on q, k, v, scale and layer, so that a mix-up of any shows."""
-        if write:
-            self.kv_heads[layer] = k.shape[1]
-        elif self._stored is not None:
+        if not write and self._stored is not None:
             (k, v), self._stored = self._stored, None
         groups = q.shape[1] // k.shape[1]
         keys, values = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
@@ -83,7 +85,7 @@ def probe_logits(model: Any, *forwards: Forward) -> list[Tensor]:
     ids = torch.arange(_TOKENS, device=device) % embedding.shape[0]
     positions = torch.arange(_TOKENS, device=device) * 3
     keep = torch.arange(1, _TOKENS, device=device)
-    context: Any = _ProbeContext()
+    context: Any = _ProbeContext(_kv_heads(model))
     for slot, (_, module) in enumerate(expert_modules(model)):
         module.__dict__.update(pw_slot=slot, pw_experts=_probe_experts)
     try:
@@ -91,6 +93,35 @@ def probe_logits(model: Any, *forwards: Forward) -> list[Tensor]:
     finally:
         for _, module in expert_modules(model):
             del module.__dict__["pw_experts"]
+
+
+def _kv_heads(model: nn.Module) -> dict[int, int]:
+    """Of the attention modules that keep heads of one size side by side, by layer."""
+    return {
+        module.pw_attention.layer: module.k_proj.out_features // module.head_dim
+        for module in cast(Iterable[Any], model.modules())
+        if "pw_attention" in module.__dict__
+        and hasattr(module, "k_proj")
+        and hasattr(module, "head_dim")
+    }
+
+
+def why_not(model: Any, expected: Tensor, forward: Forward) -> str | None:
+    """Why a rewrite of a model is not to be kept; None if it gives the logits that it gave before.
+
+    Args:
+        model: Rewritten.
+        expected: What `probe_logits` gave before.
+        forward: Its forward pass; what it raises is a reason, too.
+    """
+    try:
+        (found,) = probe_logits(model, forward)
+    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        return str(error)
+    difference = relative_difference(found, expected)
+    if difference <= TOLERANCE[model.dtype]:
+        return None
+    return f"logits differ by {difference:.1e}"
 
 
 def relative_difference(found: Tensor, expected: Tensor) -> float:

@@ -32,6 +32,7 @@ from pw.models.experts import (
     gate_first,
 )
 from pw.models.flat import flat_decoder
+from pw.models.flat_attention import fuse_attention
 from pw.models.fusion import fuse_linears, fuse_norms
 from pw.models.geometry import KvGeometry
 from pw.models.header import some
@@ -201,6 +202,7 @@ def finish(
     forward = partial(general_forward, model)
     flat = None if plain else flat_decoder(model, forward)
     if flat is None and not plain and device.type == "cuda":  # measured on a CPU: no faster
+        fuse_attention(model, forward)
         fuse_linears(model, forward)
         fuse_norms(model)
         fuse_routers(model)
