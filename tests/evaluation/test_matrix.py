@@ -129,6 +129,13 @@ def test_all_cells_in_one_run(folder: Path) -> None:
     assert "| static:3 | 4 | 48 |" in text
     assert "adaptive over uniform" in text
     assert "Prompts in steps of up to 512 tokens." in text
+    assert [row["policy"] for row in found["starts"]] == [
+        "dense",
+        "static:3",
+        "adaptive:3",
+        "held:3",
+    ]
+    assert "computed, after: dense " in text
 
 
 def test_what_does_not_fit_is_said_and_the_rest_is_measured(folder: Path) -> None:
@@ -273,7 +280,7 @@ def test_engines_have_room_for_the_contexts_that_are_measured_alone(
 
 
 def test_longest_contexts_of_policies_that_cannot_be_cost_no_other_row(tiny: Path) -> None:
-    config = replace(CONFIG, load_format="auto", max_num_batched_tokens=32)
+    config = replace(CONFIG, load_format="auto", max_num_batched_tokens=32, max_model_len=64)
     missing, served = longest_contexts(tiny, config, ("static:7", "static:3"))
     assert (missing["context"], missing["left_out"]) == (
         0,

@@ -170,6 +170,7 @@ def run_matrix(
         result["failed"] = message(error)
     return {
         "copy_bandwidth_GB_s": run.speed / 1e9,
+        "starts": run.starts,
         "cells": run.cells,
         "speedups_over_dense": speedups(run.cells),
         "adaptive_over_uniform": at_equal_bytes(run.cells),
@@ -192,6 +193,7 @@ class _Run:
         self._refusals: list[ConfigError] = []  # of policies
         self._ends = time.monotonic() + matrix.seconds
         self.cells: list[dict[str, Any]] = []
+        self.starts: list[dict[str, Any]] = []  # of engines: seconds to the first prompts' end
         self.speed = 0.0  # of a copy in bytes a second, once it has been measured
 
     @property
@@ -260,7 +262,9 @@ class _Run:
         """Compute a prompt of each length."""
         for context in self._matrix.possible(self._limits):
             first_tokens(engine, 1, min(context, self._matrix.prompt_tokens), seed=-1)
-        self._advance(f"{policy}: ready in {time.perf_counter() - started:.1f} s")
+        seconds = time.perf_counter() - started
+        self.starts.append({"policy": policy, "seconds": seconds})
+        self._advance(f"{policy}: ready in {seconds:.1f} s")
 
     def _measure_with(self, engine: Engine, group: Sequence[str], widths: Widths) -> None:
         """Add the cells of an engine."""

@@ -136,6 +136,9 @@ def report(result: dict[str, Any]) -> str:
     if result.get("longest_contexts"):
         heads = ("longest context", "budget", "tokens", "served", "bits before", "bits with it")
         parts.append(_table(heads, map(_context_line, result["longest_contexts"])))
+    if result.get("starts"):
+        ready = (f"{row['policy']} {row['seconds']:.1f} s" for row in result["starts"])
+        parts.append(f"Ready, prompts of each length computed, after: {', '.join(ready)}.")
     steps = {cell["max_num_batched_tokens"] for cell in _measured(result["cells"]).values()}
     if steps:
         parts.append(f"Prompts in steps of up to {' or '.join(map(str, sorted(steps)))} tokens.")
