@@ -13,7 +13,7 @@ from torch import Tensor
 from pw_kernels import products, routers, step
 from pw_kernels.pages import WeightPages
 from pw_kernels.slots import Choice, chosen
-from pw_kernels.step import Routing
+from pw_kernels.step import Norm, Routing
 
 nvrtc = pytest.importorskip("pw_kernels.nvrtc", reason="needs cuda-bindings")
 cuda_routers = pytest.importorskip("pw_kernels.cuda_routers")
@@ -44,8 +44,10 @@ def case(
 def test_elsewhere_a_product_and_a_choice_do_it(model: tuple[Any, ...]) -> None:
     x, weight, routing = case(9, *model)
     first = model[1]
-    ids, weights, others = routers.choice(x, weight, first, routing)
-    product = products.product(x, weight)
+    gain = torch.rand(x.shape[1]).to(x.dtype)
+    ids, weights, others, normed = routers.choice(x, weight, first, routing, Norm(gain, 1e-6))
+    assert torch.equal(normed, step.rms_norm(x, gain, 1e-6))
+    product = products.product(normed, weight)
     expected = step.choose(product[:, first : first + model[0]], routing)
     assert isinstance(ids, Tensor)
     assert torch.equal(ids, expected[0])
@@ -56,11 +58,16 @@ def test_elsewhere_a_product_and_a_choice_do_it(model: tuple[Any, ...]) -> None:
 
 @pytest.mark.parametrize("capability", [90, 100, 120])
 @pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(("tokens", "norm"), [(4, True), (32, False)])
 @pytest.mark.parametrize("size", [0, 8])
-def test_compiles_ahead_of_time(capability: int, model: tuple[Any, ...], size: int) -> None:
+def test_compiles_ahead_of_time(
+    capability: int, model: tuple[Any, ...], tokens: int, norm: bool, size: int
+) -> None:
     _, weight, routing = case(32, *model)
     shape = (weight.shape[0], weight.shape[1])
-    constants = cuda_routers.constants_of(shape, torch.bfloat16, model[1], 32, routing, size)
+    constants = cuda_routers.constants_of(
+        shape, torch.bfloat16, model[1], tokens, routing, size, norm=norm
+    )
     try:
         assert len(nvrtc.compile_source("router.cu", constants, capability)) > 1000
     except RuntimeError as error:  # cuda-bindings without the library that it binds
@@ -93,7 +100,7 @@ def test_routers_that_do_something_else_are_left_to_others() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kilobytes", "tokens", "taken"), [(227, 64, 3), (99, 64, 2), (99, 16, 3), (227, 8, 2)]
+    ("kilobytes", "tokens", "taken"), [(227, 64, 3), (99, 64, 2), (99, 16, 3), (227, 8, 3)]
 )
 def test_a_block_has_room(
     kilobytes: int, tokens: int, taken: int, monkeypatch: pytest.MonkeyPatch
@@ -115,13 +122,20 @@ on_a_gpu = pytest.mark.skipif(INTERPRETED, reason="needs TRITON_INTERPRET=0 and 
 @on_a_gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("tokens", [9, 32, 61])
+@pytest.mark.parametrize("tokens", [1, 8, 9, 32, 61])
 def test_logits_are_those_of_the_products(
     tokens: int, model: tuple[Any, ...], dtype: torch.dtype
 ) -> None:
     x, weight, routing = case(tokens, *model, "cuda", dtype)
     first = model[1]
-    ids, none, others = routers.choice(x, weight, first, routing)
+    gain = torch.rand(x.shape[1], device="cuda").to(dtype)
+    ids, none, its, normed = routers.choice(x, weight, first, routing, Norm(gain, 1e-6))
+    chosen(ids, none)
+    near = {"rtol": 8e-3, "atol": 1e-6}
+    torch.testing.assert_close(normed, step.rms_norm(x, gain, 1e-6), **near)
+    x = normed
+    ids, none, others, same = routers.choice(x, weight, first, routing)
+    assert same is x
     assert isinstance(ids, Choice)
     assert none is None
     found = chosen(ids, none)
@@ -134,6 +148,7 @@ def test_logits_are_those_of_the_products(
         assert torch.equal(found[0], expected[0])
         torch.testing.assert_close(found[1], expected[1], rtol=8e-3, atol=1e-6)
     assert torch.equal(others, product[:, :first])
+    assert torch.equal(its, others)
 
 
 @gpu
