@@ -49,11 +49,15 @@ class FlatAttention:
         self._qkv = concatenate(maps)
         self._q_heads = attention.q_proj.out_features // self._head_dim
         self._kv_heads = attention.k_proj.out_features // self._head_dim
-        self._outputs = sum(module.out_features for module in maps)
+        self._sizes = [module.out_features for module in maps]
+        self._outputs = sum(self._sizes)
         self._padded = len(self._qkv[0]) > self._outputs
         self._head_norm: _HeadNorm | None = None
-        if hasattr(attention, "q_norm"):
+        self._wide_norms: tuple[Any, Any] | None = None
+        if _norm_size(attention) == self._head_dim:
             self._head_norm = _HeadNorm(attention, self._q_heads, self._kv_heads)
+        elif _norm_size(attention):
+            self._wide_norms = attention.q_norm, attention.k_norm
 
     def __call__(self, x: Tensor, turn: Turn, context: AttentionContext) -> Tensor:
         """[T, H] -> [T, Hq D]."""
@@ -65,6 +69,9 @@ class FlatAttention:
             qkv = linear(x if norm is None else norm(x), *self._qkv)
         if self._padded:
             qkv = qkv[:, : self._outputs]
+        if self._wide_norms is not None:
+            first, second, *rest = qkv.split(self._sizes, -1)
+            qkv = torch.cat((self._wide_norms[0](first), self._wide_norms[1](second), *rest), -1)
         store = getattr(context, "store_rotated", None) if self._kernels else None
         if store is None:
             q, k, v = self._rotate(qkv, turn)
@@ -182,10 +189,15 @@ def fuse_attention(model: Any, forward: Forward, *, kernels: bool = True) -> int
 
 
 def _is_usual(module: Any) -> bool:
-    """Whether an attention module looks as if it were; sinks and norms over all heads are not."""
+    """Whether an attention module looks as if it were; with sinks or bounds it is not."""
     if any(type(getattr(module, name, None)) is not nn.Linear for name in _MAPS):
         return False
     if type(getattr(module, "v_proj", module)) not in (nn.Linear, type(None)):
         return False
-    norm = getattr(getattr(module, "q_norm", None), "weight", None)
-    return not hasattr(module, "sinks") and (norm is None or len(norm) == int(module.head_dim))
+    bounds = getattr(module.config, "clip_qkv", None)  # no probe may reach them
+    return bounds is None and not hasattr(module, "sinks")
+
+
+def _norm_size(attention: Any) -> int:
+    """Numbers that the norm of queries goes over: a head, or all of them; 0: there is none."""
+    return len(attention.q_norm.weight) if hasattr(attention, "q_norm") else 0

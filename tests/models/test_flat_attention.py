@@ -19,7 +19,7 @@ from pw.models.probing import probe_logits
 from pw.models.skeleton import general_forward, load_skeleton
 from pw.models.testing import KINDS, PlainContext, make_checkpoint, streamed_experts
 
-OTHERS = {"olmoe", "gpt_oss", "deepseek_v2", "deepseek_v3", "gemma4_shared"}
+OTHERS = {"gpt_oss", "deepseek_v2", "deepseek_v3", "gemma4_shared"}
 IDS = torch.randint(3, 97, (13,), generator=torch.Generator().manual_seed(5))
 
 
@@ -90,6 +90,13 @@ def test_attention_that_differs_keeps_its_own_code(
     assert "attention of `granitemoe` keeps its own code: logits differ by" in caplog.text
     skeletons.bind_experts(model, experts)
     torch.testing.assert_close(run(model), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_bounds_that_a_probe_may_not_reach_keep_their_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, _ = load("olmoe", tmp_path, monkeypatch, clip_qkv=1e3)
+    assert fuse_attention(model, partial(general_forward, model)) == 0
 
 
 def test_what_lies_beyond_the_angles_is_not_turned() -> None:
