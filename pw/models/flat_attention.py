@@ -70,7 +70,7 @@ class FlatAttention:
         if self._padded:
             qkv = qkv[:, : self._outputs]
         if self._wide_norms is not None:
-            first, second, *rest = qkv.split(self._sizes, -1)
+            first, second, *rest = torch.split(qkv, self._sizes, -1)
             qkv = torch.cat((self._wide_norms[0](first), self._wide_norms[1](second), *rest), -1)
         store = getattr(context, "store_rotated", None) if self._kernels else None
         if store is None:
