@@ -9,8 +9,8 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install check test reliability soak fuzz test-clients test-ray test-gpu bench demo report run \
-	quality sizes clean
+.PHONY: help install check test reliability soak fuzz test-clients test-ray test-gpu bench bench-gpu \
+	demo report run quality sizes clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
@@ -80,6 +80,10 @@ test-ray: pyproject.toml constraints.txt  ## Replicas on a local Ray cluster, so
 
 bench: $(STAMP)  ## Speed: calibration, planner, tokens/s beside transformers
 	$(BIN)/pw bench tiny
+
+GROUPS ?=
+bench-gpu: $(STAMP)  ## The records of docs/gpu.md on this GPU, ten minutes: GROUPS="models serve" for some
+	PATH="$(abspath $(BIN)):$$PATH" TRITON_INTERPRET=0 bash benchmarks/gpu.sh $(GROUPS)
 
 demo: $(STAMP)  ## The main job: calibrate, serve under a tight budget, watch the pages move
 	$(BIN)/python -m pw.evaluation.demo

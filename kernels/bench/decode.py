@@ -318,6 +318,7 @@ def main() -> None:
     options = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     rows: list[Row] = []
+    parts_of: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary) / "model"
         write_folder(CONFIGS / f"{options.model}.json", folder, {})
@@ -343,6 +344,7 @@ def main() -> None:
                 print(table(rows[-1:]).splitlines()[-1], flush=True)
                 if options.parts:
                     parts = device_parts(engine, batch)
+                    parts_of.append({"policy": policy, "batch": batch} | parts._asdict())
                     print(
                         f"  device {parts.step:.3f} ms, experts alone {parts.experts:.3f}, "
                         f"without experts {parts.no_experts:.3f}, "
@@ -356,7 +358,7 @@ def main() -> None:
             torch.cuda.empty_cache()
     if options.json:
         how = {"options": {key: str(value) for key, value in vars(options).items()}}
-        found = about() | how | {"rows": [asdict(row) for row in rows]}
+        found = about() | how | {"rows": [asdict(row) for row in rows], "parts_ms": parts_of}
         options.json.write_text(json.dumps(found))
     print(table(rows))
 
