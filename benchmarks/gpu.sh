@@ -75,7 +75,7 @@ serve() { # a server, and clients beside it
 		--max-num-seqs 64 --max-model-len 8192 --memory-budget 24GiB \
 		--precision-policy adaptive --port "$PORT" &
 	local server=$!
-	trap 'kill -INT $server 2> /dev/null || true' EXIT
+	trap 'kill $server 2> /dev/null || true' EXIT
 	until curl -sf "http://127.0.0.1:$PORT/health" > /dev/null; do
 		kill -0 "$server" || exit 1
 		sleep 0.25
@@ -83,7 +83,7 @@ serve() { # a server, and clients beside it
 	load serve-rate2-qwen1.5-moe 2 20 1
 	load serve-rate6-qwen1.5-moe 6 60 2
 	load serve-all-qwen1.5-moe inf 96 3
-	kill -INT "$server"
+	kill "$server"
 	wait "$server" || true
 	trap - EXIT
 }
