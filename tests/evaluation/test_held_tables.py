@@ -12,8 +12,8 @@ from support.engines import make_artifact
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Room:
     folder = tmp_path_factory.mktemp("held")
-    shapes = {"num_attention_heads": 2, "hidden_size": 256, "moe_intermediate_size": 512}
-    make_artifact("qwen2_moe", folder, **shapes)
+    widths = {"num_attention_heads": 2, "hidden_size": 256, "moe_intermediate_size": 256}
+    make_artifact("qwen2_moe", folder, num_hidden_layers=1, **widths)
     return Room(folder / "model.pw", folder / "checkpoint", Texts(folder / "no", folder / "no"))
 
 

@@ -122,7 +122,7 @@ def test_no_entry_that_means_nothing_is_followed(
 ) -> None:
     """Of a table's row: entries after the last token, left of a window, of no queries."""
     monkeypatch.setattr(attention, "ENOUGH_PROGRAMS", enough)
-    lengths, queries = [700, 20, 131, 64, 9], [150, 1, 131, 0, 2]
+    lengths, queries = [530, 20, 70, 64, 9], [40, 1, 70, 0, 2]
     cache = Cache(lengths, queries, spare_queries=1)
     want = cache.attend(attention, window=window)
     for row, length, count in zip(cache.block_tables, lengths, queries, strict=True):
