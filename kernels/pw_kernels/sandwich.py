@@ -29,7 +29,7 @@ class NormedSum:
 
     Attributes:
         norms: [1, H] of one branch, [3, H] of two.
-        following: [F, H].
+        following: [F, H], F at most 3.
         epsilon: Added to each mean square.
         scale: Of the residual that comes out.
     """
@@ -42,6 +42,8 @@ class NormedSum:
     def __post_init__(self) -> None:
         if len(self.norms) not in (1, 3):
             raise ValueError(f"one branch has one norm and two have three, not {len(self.norms)}")
+        if not 1 <= len(self.following) <= 3:
+            raise ValueError(f"one to three norms may follow, not {len(self.following)}")
 
 
 def normed_sum(

@@ -21,9 +21,21 @@ _BLOCK = 2048  # logits of a program
 
 
 @triton.jit
+def _row(rows, number, i, inside, SIZE: tl.constexpr):
+    """Columns i of one of some rows, as they are stored; 0 beyond SIZE."""
+    return tl.load(rows + number * SIZE + i, mask=inside, other=0.0)
+
+
+@triton.jit
 def _normed(value, eps, SIZE: tl.constexpr):
     """A row over its root mean square; what lies beyond SIZE is 0."""
     return value * tl.rsqrt(tl.sum(value * value, 0) / SIZE + eps)
+
+
+@triton.jit
+def _store_product(at, value, weight, inside):
+    """A row times a weight, rounded."""
+    tl.store(at, (value * weight.to(tl.float32)).to(at.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -44,20 +56,27 @@ def normed_sum_kernel(
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     NORMS: tl.constexpr,  # 1, or 3 of two branches
-    FOLLOWING: tl.constexpr,  # F
+    FOLLOWING: tl.constexpr,  # F, 1 to 3
     TOP_K: tl.constexpr,  # 0: the second branch is summed up
     HAS_LIVE: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """One row."""
-    begin(OVERLAP)
+    """One row. Weights, which no earlier launch writes, are there before it waits for these."""
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
     token = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
     inside = i < SIZE
-    residual = tl.load(x + token * SIZE + i, mask=inside, other=0.0).to(tl.float32)
-    value = tl.load(first + token * SIZE + i, mask=inside, other=0.0).to(tl.float32)
-    value = _normed(value, eps, SIZE)
-    value = value * tl.load(norms + i, mask=inside, other=0.0).to(tl.float32)
+    norm_0 = _row(norms, 0, i, inside, SIZE)
+    norm_1 = _row(norms, min(1, NORMS - 1), i, inside, SIZE)
+    norm_2 = _row(norms, min(2, NORMS - 1), i, inside, SIZE)
+    next_0 = _row(following, 0, i, inside, SIZE)
+    next_1 = _row(following, min(1, FOLLOWING - 1), i, inside, SIZE)
+    next_2 = _row(following, min(2, FOLLOWING - 1), i, inside, SIZE)
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+    residual = _row(x, token, i, inside, SIZE).to(tl.float32)
+    value = _row(first, token, i, inside, SIZE).to(tl.float32)
     if NORMS == 3:
         if TOP_K:
             other = slots_sum(
@@ -65,18 +84,21 @@ def normed_sum_kernel(
             )
             other = other.to(out.dtype.element_ty).to(tl.float32)
         else:
-            other = tl.load(second + token * SIZE + i, mask=inside, other=0.0).to(tl.float32)
-        other = _normed(other, eps, SIZE)
-        value += other * tl.load(norms + SIZE + i, mask=inside, other=0.0).to(tl.float32)
-        value = _normed(value, eps, SIZE)
-        value = value * tl.load(norms + 2 * SIZE + i, mask=inside, other=0.0).to(tl.float32)
+            other = _row(second, token, i, inside, SIZE).to(tl.float32)
+        value = _normed(value, eps, SIZE) * norm_0.to(tl.float32)
+        value += _normed(other, eps, SIZE) * norm_1.to(tl.float32)
+        value = _normed(value, eps, SIZE) * norm_2.to(tl.float32)
+    else:
+        value = _normed(value, eps, SIZE) * norm_0.to(tl.float32)
     total = ((residual + value) * scale).to(out.dtype.element_ty)
     tl.store(out + token * SIZE + i, total, mask=inside)
     total = _normed(total.to(tl.float32), eps, SIZE)
-    for f in tl.static_range(FOLLOWING):
-        weight = tl.load(following + f * SIZE + i, mask=inside, other=0.0).to(tl.float32)
-        target = normed + (f * tokens + token) * SIZE + i
-        tl.store(target, (total * weight).to(normed.dtype.element_ty), mask=inside)
+    at = normed + token * SIZE + i
+    _store_product(at, total, next_0, inside)
+    if FOLLOWING > 1:
+        _store_product(at + tokens * SIZE, total, next_1, inside)
+    if FOLLOWING > 2:
+        _store_product(at + 2 * tokens * SIZE, total, next_2, inside)
 
 
 def normed_sum(

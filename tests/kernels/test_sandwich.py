@@ -61,9 +61,10 @@ def test_the_reference_is_what_its_formula_says() -> None:
     torch.testing.assert_close(found[1][0], norm(out) * joint.following[0])
 
 
-def test_two_norms_are_of_no_number_of_branches() -> None:
-    with pytest.raises(ValueError, match="not 2"):
-        NormedSum(torch.ones(2, 4), torch.ones(1, 4), EPSILON)
+@pytest.mark.parametrize(("norms", "following", "text"), [(2, 1, "not 2"), (3, 4, "follow, not 4")])
+def test_numbers_of_norms_that_cannot_be(norms: int, following: int, text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        NormedSum(torch.ones(norms, 4), torch.ones(following, 4), EPSILON)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
