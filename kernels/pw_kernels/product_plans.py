@@ -112,9 +112,9 @@ def choose_plan(
     if tokens > TOKENS:
         return Plan(WARPS, min(own, 8), min(own, 4), tiles=2 if tokens <= 2 * TOKENS else 4)
     plan = Plan(WARPS, min(own, 11), min(own, 12), blocks=2 if own <= 4 else 1)
-    pair = Plan(WARPS, min(own, 6), min(own, 4), blocks=2)
-    one_round = _PLACES < _row_tiles(rows, 0) <= 2 * _PLACES
-    return pair if one_round and 2 * pair.shared_bytes(cols, norm) <= room else plan
+    tall = Plan(WARPS, min(own, 6), min(own, 6), height=2)
+    more_rounds = own > 4 and _row_tiles(rows, inner) > _PLACES
+    return tall if more_rounds and tall.shared_bytes(cols, norm) <= room else plan
 
 
 def constants_of(

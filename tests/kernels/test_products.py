@@ -87,7 +87,9 @@ def test_rows_of_4096_columns_are_taken_in_one_round() -> None:
         plan = choose_plan(tokens, (6144, 4096), norm=True)
         assert (plan.warps, plan.height, plan.grid(6144, 0)) == (16, 3, 128)
         plan = choose_plan(tokens, (4096, 4096), norm=False)
-        assert (plan.warps, plan.blocks, plan.grid(4096, 0)) == (16, 2, 256)
+        assert (plan.warps, plan.blocks, plan.grid(4096, 0)) == (16, 1, 128)
+        plan = choose_plan(tokens, (4224, 2816), norm=False, inner=2112)
+        assert (plan.warps, plan.height, plan.grid(4224, 2112)) == (16, 2, 132)
     for tokens in (8, 9, 16):  # the order of sums changes with the blocks of more alone
         assert choose_plan(tokens, (2048, 5632), False, beside=True) == choose_plan(
             tokens, (2048, 5632), False
