@@ -17,11 +17,13 @@ help:  ## List the targets
 
 install: $(STAMP)  ## Make the virtual environment and install into it
 
+# Byte code is made of what is imported, when it is: of all of it half a minute.
 $(STAMP): pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "error: no Python 3.11 or newer found" >&2; \
 		echo "hint: name one: make PYTHON=/path/to/python3.11" >&2; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile \
+		-c constraints.txt -e '.[dev]'
 	@touch $@
 
 check: $(STAMP)  ## Lint, format, types, import directions
