@@ -127,7 +127,13 @@ def test_all_cells_in_one_run(folder: Path) -> None:
     assert sum("ready" in text for text in told) == 4
     text = report(found)
     assert "| static:3 | 4 | 48 |" in text
-    assert "adaptive over uniform" in text
+    steps = next(part for part in text.split("\n\n") if part.startswith("| step p50, ms (over"))
+    first = found["cells"][0]
+    heads, _, dense, *others = steps.splitlines()
+    assert heads == "| step p50, ms (over its floor) | 1 x 48 | 4 x 48 |"
+    assert dense.startswith(f"| dense | {first['itl_p50_ms']:.2f} ({first['over_floor']:.2f}) | ")
+    assert len(others) == 3
+    assert "| step over uniform widths | 1 x 48 | 4 x 48 |" in text
     assert "Prompts in steps of up to 512 tokens." in text
     assert [row["policy"] for row in found["starts"]] == [
         "dense",

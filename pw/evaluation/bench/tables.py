@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -111,17 +111,22 @@ def rows(result: dict[str, Any]) -> list[dict[str, Any]]:
 
 def report(result: dict[str, Any]) -> str:
     """All tables of a result."""
-    parts = [_table(_HEADS, map(line, result["cells"])), _bytes_table(result["cells"])]
-    if result["speedups_over_dense"]:
-        parts.append(_speedup_table(result["speedups_over_dense"]))
-    if result["adaptive_over_uniform"]:
-        heads = ("adaptive over uniform", "batch", "context", "step", "weights", "all bytes")
-        rows = (
-            f"| {row['policy']} | {row['batch']} | {row['context']} | {row['step_ratio']:.3f} "
-            f"| {row['weight_bytes_ratio']:.4f} | {row['total_bytes_ratio']:.4f} |"
-            for row in result["adaptive_over_uniform"]
-        )
-        parts.append(_table(heads, rows))
+    measured = [cell for cell in result["cells"] if "left_out" not in cell]
+    equal = result["adaptive_over_uniform"]
+    parts = [_table(_HEADS, map(line, result["cells"]))]
+    parts += _by_place(
+        "step p50, ms (over its floor)",
+        measured,
+        lambda cell: f"{cell['itl_p50_ms']:.2f} ({cell['over_floor']:.2f})",
+    )
+    parts += _by_place(
+        "tokens/s over dense", result["speedups_over_dense"], lambda row: f"{row['speedup']:.2f}"
+    )
+    parts += _by_place("step over uniform widths", equal, lambda row: f"{row['step_ratio']:.3f}")
+    parts += _by_place(
+        "their bytes over uniform, all", equal, lambda row: f"{row['total_bytes_ratio']:.4f}"
+    )
+    parts.append(_bytes_table(result["cells"]))
     if any(cell.get("kernels_ms") for cell in result["cells"]):
         parts.append(_kernel_table(result["cells"]))
     if result.get("transformers"):
@@ -139,7 +144,7 @@ def report(result: dict[str, Any]) -> str:
     if result.get("starts"):
         ready = (f"{row['policy']} {row['seconds']:.1f} s" for row in result["starts"])
         parts.append(f"Ready, prompts of each length computed, after: {', '.join(ready)}.")
-    steps = {cell["max_num_batched_tokens"] for cell in _measured(result["cells"]).values()}
+    steps = {cell.get("max_num_batched_tokens") for cell in measured} - {None}  # since 2026-11-30
     if steps:
         parts.append(f"Prompts in steps of up to {' or '.join(map(str, sorted(steps)))} tokens.")
     parts += _ending(result)
@@ -160,16 +165,18 @@ def _table(heads: Iterable[str], rows: Iterable[str]) -> str:
     return "\n".join([f"| {' | '.join(heads)} |", "|---" * len(heads) + "|", *rows])
 
 
-def _speedup_table(rows: list[dict[str, Any]]) -> str:
+def _by_place(
+    what: str, rows: list[dict[str, Any]], text: Callable[[dict[str, Any]], str]
+) -> list[str]:
+    """A table with a line for each policy and a column for each batch and context, if any is."""
     places = sorted({(row["context"], row["batch"]) for row in rows})
-    found = {(row["policy"], row["context"], row["batch"]): row["speedup"] for row in rows}
-    heads = ("over dense", *(f"{batch} x {context}" for context, batch in places))
-    lines = []
-    for policy in dict.fromkeys(row["policy"] for row in rows):
-        values = (found.get((policy, *place)) for place in places)
-        cells = ("" if value is None else f"{value:.2f}" for value in values)
-        lines.append(f"| {policy} | {' | '.join(cells)} |")
-    return _table(heads, lines)
+    found = {(row["policy"], row["context"], row["batch"]): text(row) for row in rows}
+    heads = (what, *(f"{batch} x {context}" for context, batch in places))
+    lines = [
+        f"| {policy} | {' | '.join(found.get((policy, *place), '') for place in places)} |"
+        for policy in dict.fromkeys(row["policy"] for row in rows)
+    ]
+    return [_table(heads, lines)] if rows else []
 
 
 def _bytes_table(cells: list[dict[str, Any]]) -> str:
