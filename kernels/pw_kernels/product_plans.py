@@ -15,6 +15,7 @@ STEP = 32  # columns
 ROWS = 16  # of a block
 TOKENS = 8  # of a tile
 WARPS = 16  # of a block at most
+FEW_WARPS = 4  # of a small one, for a tile of tokens beside other launches
 BESIDE_TOKENS = range(17, 33)  # beside other launches these are for blocks of half as many
 _PLACES = 132  # multiprocessors of an H200
 _ROOM = 227 << 10  # bytes of shared memory that a block of it may have
@@ -89,8 +90,9 @@ def choose_plan(
         norm: A norm comes first.
         inner: I, of the rows that are gated.
         room: Bytes of shared memory that a block may have.
-        beside: Other launches run meanwhile, so that only small blocks find a place: those of
-            BESIDE_TOKENS have half as many warps, and with them sums in another order.
+        beside: Other launches run meanwhile, so that only small blocks find a place. Those of a
+            tile of tokens and no norm have four warps, those of BESIDE_TOKENS half as many as
+            others, and with them sums in another order.
     """
     rows, cols = shape
     steps = cols // STEP
@@ -99,6 +101,9 @@ def choose_plan(
         own = -(-steps // warps)
         plan = Plan(warps, min(own, 4), own, blocks=3 if warps <= 8 else 1)
         tiles = _row_tiles(rows, inner)
+        if beside and warps <= 8:
+            pair = replace(plan, height=2)
+            return pair if plan.blocks * pair.shared_bytes(cols, norm) <= room else plan
         if warps <= 8:
             height = 3 if tiles > 3 * _PLACES else 2 if tiles > 2 * _PLACES and tokens > 4 else 1
         else:
@@ -106,6 +111,9 @@ def choose_plan(
         blocks = 2 if warps <= 8 else 1
         tall = replace(plan, blocks=blocks, height=height)  # in one round; fewer read the tokens
         return tall if height > 1 and blocks * tall.shared_bytes(cols, norm) <= room else plan
+    if beside and tokens <= TOKENS:
+        own = -(-steps // FEW_WARPS)
+        return Plan(FEW_WARPS, min(own, 8), min(own, 8), blocks=5)
     own = -(-steps // WARPS)
     if tokens in BESIDE_TOKENS and beside:
         return Plan(WARPS // 2, 4, 4, tiles=2 if tokens <= 2 * TOKENS else 4)

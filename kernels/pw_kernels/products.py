@@ -91,6 +91,7 @@ def gated_product(
     bias: Tensor | None = None,
     *,
     norm: Norm | None = None,
+    beside: bool = False,
     backend: str = "auto",
 ) -> Gated:
     """act(gate) * up of the product's first 2I columns, gate first, and the others as they are.
@@ -102,12 +103,13 @@ def gated_product(
         activation: "silu", "gelu" or "gelu_tanh".
         bias: [N] or None.
         norm: Of the rows of x, or None.
+        beside: Other launches run meanwhile on the device.
         backend: One of BACKENDS.
 
     Raises:
         ValueError: The named backend cannot take these arguments, or is not installed.
     """
-    launch = _launch(backend, x, weight, norm is not None, inner)
+    launch = _launch(backend, x, weight, norm is not None, inner, beside=beside)
     small = "torch" if backend == "torch" else "auto"
     if norm is not None and (launch is None or not launch.kernels.norms(x)):
         x, norm = step.rms_norm(x, norm.weight, norm.epsilon, backend=small), None
@@ -124,6 +126,12 @@ def gated_product(
 def takes_slots(x: Tensor, weight: Tensor) -> bool:
     """Whether a product of x [T, K] with a weight [N, K] adds up what experts give on its way."""
     return _launch("auto", x, weight, norm=False) is not None
+
+
+def takes_norm(x: Tensor, weight: Tensor, inner: int = 0) -> bool:
+    """Whether a product of x [T, K], of 2I gated rows, with [N, K] takes a norm along."""
+    launch = _launch("auto", x, weight, norm=True, inner=inner)
+    return launch is not None and bool(launch.kernels.norms(x))
 
 
 class _Launch(NamedTuple):

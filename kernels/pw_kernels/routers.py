@@ -21,6 +21,12 @@ from pw_kernels.slots import Choice, chosen
 from pw_kernels.step import Norm, Routing
 
 
+def is_one_launch(x: Tensor, weight: Tensor, first: int, routing: Routing) -> bool:
+    """Whether `choice` with the same arguments is one launch of this package's kernels."""
+    kernels = _cuda() if x.device.type == "cuda" else None
+    return kernels is not None and kernels.fits(x, weight, first, routing)
+
+
 class Chosen(NamedTuple):
     """What `choice` gives."""
 
@@ -42,8 +48,8 @@ def choice(
         routing: What the router does with logits that are a plain product.
         norm: Of the rows of x, or None.
     """
-    kernels = _cuda() if x.device.type == "cuda" else None
-    if kernels is not None and kernels.fits(x, weight, first, routing):
+    kernels = _cuda()
+    if kernels is not None and is_one_launch(x, weight, first, routing):
         made, others, normed = kernels.choice(x, weight, first, routing, norm)
         return Chosen(made, None, others, normed)
     _, both, normed = products.gated_product(x, weight, 0, "silu", norm=norm)

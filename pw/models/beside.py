@@ -10,9 +10,10 @@ get is kept only if the model gives the same logits as before.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
+from importlib import import_module
 from typing import Any, Protocol
 
 import torch
@@ -21,7 +22,9 @@ from torch import Tensor, nn
 from pw.models.experts import expert_modules
 from pw.models.probing import Forward, probe_logits, why_not
 
-FEWEST, MOST = 9, 64  # tokens: the products of fewer take norms and sums along, which is as fast
+FEWEST, MOST = 9, 64  # tokens
+FEW = 8  # at most: products take norms along, and so does the router; see `pw.models.flat_parts`
+_URGENT = -1  # priority of a stream; the default one's is 0, the lowest
 _NAMES = ("shared_experts", "shared_expert")
 _log = logging.getLogger(__name__)
 
@@ -49,47 +52,70 @@ class SideStream:
 
     A stream has memory of its own, workspaces of libraries too. So it is open for steps of fixed
     shape only, whose first runs take all that they need before the budget is shared out.
+
+    Args:
+        device: A GPU.
+        urgent: What is launched there goes first where there is not room for all. Launches behind
+            `apart`, on both streams, and behind `meet` begin, in a captured step, while those
+            before them end: they have to wait themselves (`pw_kernels.branches`).
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, urgent: bool = False) -> None:
         self.open, self._device = False, device
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._stream = torch.cuda.Stream(  # type: ignore[no-untyped-call]
+            device, priority=_URGENT if urgent else 0
+        )
+        self._overlap_next = _overlaps() if urgent else None
 
     @contextmanager
     def apart(self) -> Iterator[None]:
         """See `Beside.apart`."""
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        current = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(current)
+        if self._overlap_next is not None:
+            self._overlap_next(self._stream, current)
         with torch.cuda.stream(self._stream):
             yield
 
     def meet(self) -> None:
         """See `Beside.meet`."""
-        torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        current = torch.cuda.current_stream(self._device)
+        current.wait_stream(self._stream)
+        if self._overlap_next is not None:
+            self._overlap_next(current, current)
 
 
-def side_stream(device: torch.device) -> SideStream | None:
+def _overlaps() -> Callable[[torch.cuda.Stream, torch.cuda.Stream], None] | None:
+    try:
+        module = import_module("pw_kernels.branches")
+    except ImportError:
+        return None
+    return module.overlap_next  # type: ignore[no-any-return]
+
+
+def side_stream(device: torch.device, *, urgent: bool = False) -> SideStream | None:
     """One for all layers, as libraries keep a workspace for each stream; None on a CPU."""
     if device.type != "cuda":
         return None
     index = torch.cuda.current_device() if device.index is None else device.index
-    return _side_stream(index)  # `cuda` and `cuda:0` are one device
+    return _side_stream(index, urgent)  # `cuda` and `cuda:0` are one device
 
 
 @cache
-def _side_stream(index: int) -> SideStream:
-    return SideStream(torch.device("cuda", index))
+def _side_stream(index: int, urgent: bool) -> SideStream:
+    return SideStream(torch.device("cuda", index), urgent=urgent)
 
 
 @contextmanager
 def opened(device: torch.device) -> Iterator[None]:
-    """What is launched inside may use the device's other stream."""
-    side = side_stream(device)
-    if side is not None:
+    """What is launched inside may use the device's other streams."""
+    sides = [side_stream(device, urgent=urgent) for urgent in (False, True)]
+    for side in filter(None, sides):
         side.open = True
     try:
         yield
     finally:
-        if side is not None:
+        for side in filter(None, sides):
             side.open = False
 
 

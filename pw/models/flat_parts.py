@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, rms_norm, silu
 
-from pw.models.beside import Beside, pays, side_stream
+from pw.models.beside import FEW, MOST, Beside, pays, side_stream
 from pw.models.experts import activation_name, is_joined
 from pw.models.fusion import concatenate
 from pw.models.routers import Route, fused_route
@@ -22,6 +22,8 @@ from pw_kernels import products, routers, step
 from pw_kernels.products import Gated
 from pw_kernels.slots import Choice, SlotResults, chosen
 from pw_kernels.step import Norm
+
+_FEWEST_WHOLE = 5  # tokens whose router and choice are quicker as one launch
 
 
 class FlatNorm:
@@ -102,8 +104,23 @@ class GatedMlp:
     def activated(self, y: Tensor) -> Tensor:
         """`out` alone, of normed rows on a GPU, if there is no bias."""
         assert self._kernel is not None
-        weight = self.weight[: 2 * self._inner]
-        return products.gated_product(y, weight, self._inner, self._kernel).out
+        return products.gated_product(y, self._gates, self._inner, self._kernel).out
+
+    def activated_beside(self, x: Tensor) -> Tensor:
+        """As `activated`, of few rows before their norm, with other launches meanwhile."""
+        assert self._kernel is not None
+        assert self._norm is not None
+        return products.gated_product(
+            x, self._gates, self._inner, self._kernel, norm=self._norm.joined, beside=True
+        ).out
+
+    def takes_norm(self, x: Tensor) -> bool:
+        """Whether `activated_beside` is one launch."""
+        return products.takes_norm(x, self._gates, self._inner)
+
+    @property
+    def _gates(self) -> Tensor:
+        return self.weight[: 2 * self._inner]
 
     @property
     def others(self) -> Tensor:
@@ -139,9 +156,11 @@ class Moe:
             self._gated = GatedMlp(block.shared_expert, norm, kernels, *others)
             self._down: Tensor = block.shared_expert.down_proj.weight
         self._beside: Beside | None = None
+        self._urgent: Beside | None = None
         whole = self._joined and self._reduce is None
         if self._gated is not None and self._gated.bias is None and whole:
             self._beside = side_stream(self._down.device)
+            self._urgent = side_stream(self._down.device, urgent=True)
         if route is not None:  # the weight may be a view by now; experts want fp32
             routing = replace(route.routing, weight=block.gate.weight, widened=True)
             route = replace(route, routing=routing)
@@ -156,6 +175,8 @@ class Moe:
             return step.add_slots(x, routed) if isinstance(routed, SlotResults) else x + routed
         if self._beside is not None and self._beside.open and pays(len(x)):
             return self._both(x, self._gated, self._beside)
+        if self._urgent is not None and self._urgent.open and self._takes_few(x, self._gated):
+            return self._few(x, self._gated, self._urgent)
         shared = self._gated(x)
         share = shared.rest[:, :1]
         ids: Tensor | Choice
@@ -186,18 +207,38 @@ class Moe:
         beside.meet()
         return step.join(x, routed, shared, share)
 
+    def _takes_few(self, x: Tensor, gated: GatedMlp) -> bool:
+        """Whether `_few` takes a batch: each launch where its streams part or meet waits itself."""
+        assert self._route is not None
+        routing = self._route.routing
+        return (
+            len(x) <= FEW
+            and routers.is_one_launch(x, gated.others, 1, routing)
+            and gated.takes_norm(x)
+        )
+
+    def _few(self, x: Tensor, gated: GatedMlp, urgent: Beside) -> Tensor:
+        """As `_both` for few tokens: both take the norm along, and the routed experts go first."""
+        assert self._route is not None
+        norm = self._norm.joined
+        with urgent.apart():
+            made = routers.choice(x, gated.others, 1, self._route.routing, norm)
+            routed = self._routed_slots(made.normed, made.ids, made.weights, summed=False)
+        shared = products.product(gated.activated_beside(x), self._down, beside=True)
+        urgent.meet()
+        return step.join(x, routed, shared, made.others)
+
     def _choose(self, x: Tensor) -> tuple[Tensor, Tensor | Choice, Tensor | None]:
         """The norm of x, and experts and weights of its tokens."""
         if self._route is None or not self._joined:
             normed = self._norm(x)
             return (normed, *self._by_router(normed))
-        if pays(len(x)):  # fewer take the norm along, and more are for torch
-            normed, routing = self._norm(x), self._route.routing
-            return (normed, *routers.choice(normed, routing.weight, 0, routing)[:2])
-        _, logits, normed = products.gated_product(
-            x, self._route.routing.weight, 0, "silu", norm=self._norm.joined
-        )
-        return (normed, *routers.choose(logits, self._route.routing))
+        routing, norm = self._route.routing, self._norm.joined
+        if _FEWEST_WHOLE <= len(x) <= MOST:
+            made = routers.choice(x, routing.weight, 0, routing, norm)
+            return made.normed, made.ids, made.weights
+        _, logits, normed = products.gated_product(x, routing.weight, 0, "silu", norm=norm)
+        return (normed, *routers.choose(logits, routing))
 
     def _by_router(self, normed: Tensor) -> tuple[Tensor, Tensor]:
         if self._route is not None:

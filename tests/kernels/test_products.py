@@ -90,12 +90,18 @@ def test_rows_of_4096_columns_are_taken_in_one_round() -> None:
         assert (plan.warps, plan.blocks, plan.grid(4096, 0)) == (16, 1, 128)
         plan = choose_plan(tokens, (4224, 2816), norm=False, inner=2112)
         assert (plan.warps, plan.height, plan.grid(4224, 2112)) == (16, 2, 132)
-    for tokens in (8, 9, 16):  # the order of sums changes with the blocks of more alone
+    for tokens in (9, 16):  # the order of sums changes with the blocks of fewer and more alone
         assert choose_plan(tokens, (2048, 5632), False, beside=True) == choose_plan(
             tokens, (2048, 5632), False
         )
     plan = choose_plan(32, (2048, 5632), norm=False, beside=True)
     assert 3 * plan.shared_bytes(5632, norm=False) < ROOM / 2  # small enough to find a place
+    plan = choose_plan(8, (2048, 5632), norm=False, beside=True)
+    assert plan == choose_plan(1, (2048, 5632), norm=False, beside=True)
+    assert (plan.warps, plan.shared_bytes(5632, norm=False)) == (4, 32 << 10)
+    plan = choose_plan(1, (11264, 2048), True, 5632, beside=True)
+    assert (plan.warps, plan.height, plan.blocks) == (8, 2, 3)
+    assert choose_plan(1, (11264, 2048), True, 5632, 99 << 10, beside=True).height == 1
     less = choose_plan(1, (6144, 4096), norm=True, room=163 << 10)
     assert less.height == 1
 
@@ -139,7 +145,7 @@ def test_what_is_launched_has_room_on_the_device(
         norm = Norm(torch.empty(cols, dtype=torch.bfloat16), 1e-5)
         for tokens, before, beside in (
             (1, None, False), (8, None, False), (8, norm, False), (32, None, False),
-            (32, None, True),
+            (32, None, True), (8, None, True), (8, norm, True),
         ):  # fmt: skip
             x = torch.zeros(tokens, cols, dtype=torch.bfloat16)
             try:
@@ -147,7 +153,8 @@ def test_what_is_launched_has_room_on_the_device(
             except ValueError:
                 assert not beside
             else:
-                taken.add((cols, tokens, before is not None))
+                if not beside:
+                    taken.add((cols, tokens, before is not None))
     assert max(asked) <= kilobytes << 10
     assert (4096, 8, True) in taken
     assert ((4096, 8, False) in taken) == (kilobytes > 99)  # 128 KB of copies

@@ -97,6 +97,7 @@ def test_a_product_behind_a_norm(tmp_path: Path, tokens: int, bias: bool) -> Non
         (30, Plan(8, stages=2, turn=2, tiles=4, height=3)),  # the last block has rows left over
         (13, Plan(4, stages=7, turn=7, tiles=2, height=2)),
         (29, choose_plan(29, (72, 832), norm=False, beside=True)),
+        (7, choose_plan(7, (72, 832), norm=False, beside=True)),
     ],
 )
 def test_sums_after_a_product(tmp_path: Path, tokens: int, plan: Plan, add: int) -> None:
@@ -131,7 +132,7 @@ def test_slots_are_added_up_on_the_way(tmp_path: Path, live: int | None) -> None
 @pytest.mark.parametrize("kind", [0, 1, 2])
 def test_a_gated_product_and_what_is_beside_it(tmp_path: Path, kind: int) -> None:
     case = Case(4, 2 * 24 + 13, 256, inner=24, bias=kind == 1)
-    plan = choose_plan(8, (61, 256), norm=True)
+    plan = choose_plan(8, (61, 256), norm=True, beside=kind == 2)
     case.run(tmp_path, plan, norm=True, kind=kind)
     expected = products.gated_product(
         case.x, case.weight, 24, ("silu", "gelu", "gelu_tanh")[kind], case.bias, norm=case.norm,

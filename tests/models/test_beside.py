@@ -18,6 +18,7 @@ from pw.models.beside import fork_shared_experts, opened
 from pw.models.checkpoint import Checkpoint
 from pw.models.experts import expert_modules
 from pw.models.flat import FlatDecoder
+from pw.models.flat_parts import Moe
 from pw.models.probing import probe_logits, relative_difference
 from pw.models.skeleton import general_forward, load_skeleton
 from pw.models.testing import KINDS, make_checkpoint
@@ -144,17 +145,73 @@ def test_the_flat_pass_with_its_shared_experts_beside(
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=2e-5)
 
 
+def test_few_tokens_have_their_routed_experts_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, log = load("qwen2_moe", tmp_path, monkeypatch), Log()
+    flat = FlatDecoder(model, kernels=True)
+    for layer in flat._layers:
+        layer._mlp._urgent = log
+    for taken in (False, True):  # on a CPU it is more than one launch
+        if taken:
+            monkeypatch.setattr(Moe, "_takes_few", lambda *_: True)
+        expected, found = probe_logits(model, partial(general_forward, model), flat)
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=2e-5)
+        assert log.events == ["apart", "launched", "meet"] * len(flat._layers) * taken
+    log.events.clear()
+    log.open = False
+    probe_logits(model, flat)
+    assert not log.events
+
+
 def test_a_device_has_one_other_stream_whatever_it_is_called(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "Stream", lambda _: object())
+    monkeypatch.setattr(torch.cuda, "Stream", lambda _, priority: priority)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 7)
     stream = beside.side_stream(torch.device("cuda:7"))
+    urgent = beside.side_stream(torch.device("cuda:7"), urgent=True)
+    assert stream is not None
+    assert urgent is not None
     with opened(torch.device("cuda")):
-        assert stream is not None
         assert stream.open
+        assert urgent.open
+    assert not stream.open
+    assert not urgent.open
+    assert urgent._stream < stream._stream  # the first to go
     assert beside.side_stream(torch.device("cuda:8")) is not stream
     assert beside.side_stream(torch.device("cpu")) is None
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(INTERPRETED, reason="needs TRITON_INTERPRET=0 and a GPU")
+@pytest.mark.parametrize("tokens", [1, 3, 8])
+def test_few_tokens_on_two_streams_of_a_graph(tokens: int, tmp_path: Path) -> None:
+    make_checkpoint("qwen2_moe", tmp_path)
+    skeleton = load_skeleton(Checkpoint.open(tmp_path), torch.bfloat16, "cuda")
+    skeleton.bind_experts(lambda _, __, x, ids, weights: x * weights.sum(1, keepdim=True).to(x))
+    assert skeleton.flat is not None
+    layers = [layer._mlp for layer in skeleton.flat._layers]
+    size = skeleton.model.config.hidden_size
+    x = torch.randn(tokens, size, device="cuda", dtype=torch.bfloat16)
+    assert all(layer._takes_few(x, layer._gated) for layer in layers)
+
+    def run() -> Tensor:
+        y = x
+        for layer in layers * 4:
+            y = layer(y) / 2
+        return y
+
+    with torch.inference_mode(), opened(skeleton.device):
+        run()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            found = run()
+    for _ in range(20):
+        x.mul_(-0.9)
+        graph.replay()
+        with torch.inference_mode():
+            assert relative_difference(found.float(), run().float()) <= 1e-2
 
 
 @pytest.mark.gpu
