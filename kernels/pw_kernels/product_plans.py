@@ -121,8 +121,9 @@ def choose_plan(
         return Plan(WARPS, min(own, 8), min(own, 4), tiles=2 if tokens <= 2 * TOKENS else 4)
     plan = Plan(WARPS, min(own, 11), min(own, 12), blocks=2 if own <= 4 else 1)
     tall = Plan(WARPS, min(own, 6), min(own, 6), height=2)
-    more_rounds = own > 4 and _row_tiles(rows, inner) > _PLACES
-    return tall if more_rounds and tall.shared_bytes(cols, norm) <= room else plan
+    rounds = [-(-blocks // _PLACES) for blocks in (plan.grid(rows, inner), tall.grid(rows, inner))]
+    pays = own > 4 and 1 < rounds[0] >= 2 * rounds[1]  # no multiprocessor has less to do
+    return tall if pays and tall.shared_bytes(cols, norm) <= room else plan
 
 
 def constants_of(

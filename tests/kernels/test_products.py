@@ -90,6 +90,10 @@ def test_rows_of_4096_columns_are_taken_in_one_round() -> None:
         assert (plan.warps, plan.blocks, plan.grid(4096, 0)) == (16, 1, 128)
         plan = choose_plan(tokens, (4224, 2816), norm=False, inner=2112)
         assert (plan.warps, plan.height, plan.grid(4224, 2112)) == (16, 2, 132)
+        heights = [
+            choose_plan(tokens, (rows, 2816), norm=False).height for rows in (2112, 8192, 9216)
+        ]
+        assert heights == [1, 2, 1]  # of 9216 a third round would be a fifth full
     for tokens in (9, 16):  # the order of sums changes with the blocks of fewer and more alone
         assert choose_plan(tokens, (2048, 5632), False, beside=True) == choose_plan(
             tokens, (2048, 5632), False
