@@ -10,7 +10,9 @@ import re
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from pw_kernels.sources import cuda_text
@@ -44,13 +46,13 @@ class CudaSource:
     def compile(self, folder: Path, call: str, defines: Mapping[str, int]) -> Any:
         """A library with `run(arguments, columns, rows, threads)`: a grid whose blocks `call`."""
         (folder / "kernel.cpp").write_text(self._as_cpp(call))
-        library = folder / "kernel.so"
-        files = [folder / "kernel.cpp", SUPPORT / self.runtime]
-        options = ["-O1", "-w", "-std=c++17", "-fPIC", "-shared", "-fno-strict-aliasing"]
-        macros = [f"-D{key}={value}" for key, value in defines.items()]
-        command = ["g++", *options, *macros, f"-I{SUPPORT}", *files, "-o", library]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr[:4000]
+        library, text = folder / "kernel.so", _with_headers(self.runtime)
+        known = {key: value for key, value in defines.items() if re.search(rf"\b{key}\b", text)}
+        runtime = _object(self.runtime, tuple(sorted(known.items())))
+        # To compile takes longer than to run, so nothing is made faster.
+        _compile(
+            defines, "-O0", "-shared", str(folder / "kernel.cpp"), str(runtime), "-o", str(library)
+        )
         return ctypes.CDLL(str(library))
 
     def _as_cpp(self, call: str) -> str:
@@ -62,6 +64,35 @@ class CudaSource:
         source = re.sub(r"extern __shared__ __align__\(\d+\)", 'extern "C"', source)
         entry = f'extern "C" void kernel(const void* all) {{ {call} }}'
         return f'#include "{self.header}"\n{source}\n{entry}\n'
+
+
+def _compile(defines: Mapping[str, int], *words: str) -> None:
+    options = ["-w", "-std=c++17", "-fPIC", "-fno-strict-aliasing", f"-I{SUPPORT}"]
+    macros = [f"-D{key}={value}" for key, value in defines.items()]
+    done = subprocess.run(["g++", *options, *macros, *words], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[:4000]
+
+
+@cache
+def _objects() -> TemporaryDirectory[str]:
+    """A folder that is there as long as this process."""
+    return TemporaryDirectory()
+
+
+@cache
+def _object(runtime: str, known: tuple[tuple[str, int], ...]) -> Path:
+    """What runs blocks, compiled once in a process for all kernels that it knows alike."""
+    made = Path(_objects().name) / f"{runtime}-{hash(known)}.o"
+    _compile(dict(known), "-O1", "-c", str(SUPPORT / runtime), "-o", str(made))
+    return made
+
+
+@cache
+def _with_headers(name: str) -> str:
+    """A file of this folder, and those that it includes."""
+    text = (SUPPORT / name).read_text()
+    inner = [part for part in re.findall(r'#include "(.+)"', text) if (SUPPORT / part).exists()]
+    return "".join([text, *map(_with_headers, inner)])
 
 
 def _without(name: str, source: str) -> str:
