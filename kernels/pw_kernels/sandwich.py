@@ -52,7 +52,6 @@ def normed_sum(
     second: Tensor | SlotResults | None,
     joint: NormedSum,
     *,
-    overlap: bool = True,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
     """The residual that comes out [T, H], and its norms [F, T, H].
@@ -62,13 +61,10 @@ def normed_sum(
         first: [T, H], a branch.
         second: [T, H] or what experts give before its sum: the other branch, if there are two.
         joint: What is done with them.
-        overlap: The launch may begin while the one before it ends; False where streams meet.
         backend: One of `step.BACKENDS`.
     """
     if (kernels := kernels_of(backend, x, "triton_sandwich")) is not None:
-        return kernels.normed_sum(  # type: ignore[no-any-return]
-            x, first, second, joint, overlap
-        )
+        return kernels.normed_sum(x, first, second, joint)  # type: ignore[no-any-return]
     norms, epsilon = joint.norms, joint.epsilon
     value = rms_norm(first, norms[0], epsilon, backend="torch")
     if second is not None:

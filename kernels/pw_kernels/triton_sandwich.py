@@ -106,7 +106,6 @@ def normed_sum(
     first: Tensor,
     second: Tensor | SlotResults | None,
     joint: NormedSum,
-    overlapping: bool,
 ) -> tuple[Tensor, Tensor]:
     """See `sandwich.normed_sum`."""
     slots = second if isinstance(second, SlotResults) else None
@@ -114,7 +113,9 @@ def normed_sum(
     x, first = x.contiguous(), first.contiguous()
     (tokens, size), count = x.shape, len(joint.following)
     out, normed = x.new_empty(x.shape), x.new_empty(count, tokens, size)
-    options = overlap(x.device) if overlapping else {"OVERLAP": False}
+    options = overlap(x.device)
+    if second is not None:  # it may come where streams meet, and there is no launch before then
+        options = {"OVERLAP": options["OVERLAP"]}
     normed_sum_kernel[(tokens,)](
         x,
         first,

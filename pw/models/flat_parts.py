@@ -107,11 +107,11 @@ class GatedMlp:
         return products.gated_product(y, self._gates, self._inner, self._kernel).out
 
     def activated_beside(self, x: Tensor) -> Tensor:
-        """As `activated`, of few rows before their norm, with other launches meanwhile."""
+        """As `activated`, of few rows before their norm if there is one, beside other launches."""
         assert self._kernel is not None
-        assert self._norm is not None
+        norm = None if self._norm is None else self._norm.joined
         return products.gated_product(
-            x, self._gates, self._inner, self._kernel, norm=self._norm.joined, beside=True
+            x, self._gates, self._inner, self._kernel, norm=norm, beside=True
         ).out
 
     def takes_norm(self, x: Tensor) -> bool:

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.functional import embedding, linear
 
 from pw.models.attention import AttentionContext
-from pw.models.beside import Beside, pays, side_stream
+from pw.models.beside import FEW, Beside, pays, side_stream
 from pw.models.decoder import Decoder, Rotary, Turn
 from pw.models.flat_attention import FlatAttention
 from pw.models.flat_parts import GatedMlp, reduction, run_experts
@@ -115,8 +115,10 @@ class _Layer:
         self._end = _joint(modules, [following.weight], [*modules, following], scale)
         self._kernels = kernels
         self._beside: Beside | None = None
+        self._urgent: Beside | None = None
         if kernels and self._reduce is None and self._gated.bias is None:
-            self._beside = side_stream(following.weight.device)
+            device = following.weight.device
+            self._beside, self._urgent = side_stream(device), side_stream(device, urgent=True)
 
     def __call__(
         self, x: Tensor, normed: Tensor, turn: Turn, context: AttentionContext
@@ -124,17 +126,26 @@ class _Layer:
         """The next residual [T, H] and its norm."""
         heads = self._attention(normed, turn, context)
         x, (dense, router, experts) = normed_sum(x, self._out(heads), None, self._middle)
-        apart = self._beside is not None and self._beside.open and pays(len(x))
-        if apart and self._beside is not None:
+        if self._beside is not None and self._beside.open and pays(len(x)):
             with self._beside.apart():
-                first = self._down(self._gated.activated(dense), beside=True)
+                first = self._down(self._gated.activated_beside(dense), beside=True)
             second = self._routed(router, experts)
             self._beside.meet()
+        elif self._urgent is not None and self._urgent.open and self._takes_few(router):
+            with self._urgent.apart():
+                second = self._routed(router, experts)
+            first = self._down(self._gated.activated_beside(dense), beside=True)
+            self._urgent.meet()
         else:
             first = self._down(self._gated(dense).out)
             second = self._routed(router, experts)
-        x, (normed,) = normed_sum(x, first, second, self._end, overlap=not apart)
+        x, (normed,) = normed_sum(x, first, second, self._end)
         return x, normed
+
+    def _takes_few(self, router: Tensor) -> bool:
+        """Whether experts go first: the launch where they leave the stream waits itself then."""
+        routing = self._routing
+        return len(router) <= FEW and routers.is_one_launch(router, routing.weight, 0, routing)
 
     def _routed(self, router: Tensor, experts: Tensor) -> Tensor | SlotResults:
         """What the experts give, of the rows that the router reads and those that they do."""
