@@ -168,8 +168,8 @@ extern "C" __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(THREADS) 
   }
 #if LISTS
   cluster_arrive();
+  cluster_wait();                                               // by all: who has arrived and not waited may not leave
   if (rank) return;
-  cluster_wait();
   const int* experts = (const int*)(dynamic + CHOSEN_AT);
   const float* weights = (const float*)(experts + SLOTS);
   make_lists<THREADS>(lists, tally, threadIdx.x, block, live * TOP_K, experts, weights, (int*)(weights + SLOTS));
