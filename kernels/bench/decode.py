@@ -160,7 +160,7 @@ class NoAttention:
     def attend(self, _layer: int, q: Tensor, _k: Tensor, _v: Tensor, **_: Any) -> Tensor:
         return q
 
-    def store_rotated(
+    def attend_rotated(
         self, layer: int, qkv: Tensor, *_: Any, head_size: int, shared_values: bool, **__: Any
     ) -> Tensor:
         heads = qkv.unflatten(-1, (-1, head_size))

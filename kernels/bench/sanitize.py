@@ -10,6 +10,7 @@ of products are families of their own, and so are the portable forms in Triton.
 
 import argparse
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from typing import Any
@@ -20,6 +21,7 @@ from torch import Tensor
 from pw_kernels import (
     cuda_attention,
     cuda_dense,
+    cuda_joint_attention,
     cuda_moe,
     cuda_prefill,
     cuda_prompts,
@@ -38,6 +40,7 @@ from pw_kernels import (
 )
 from pw_kernels import dense as reference_dense
 from pw_kernels.attention_plans import Plan
+from pw_kernels.joint_attention_plans import choose_plan
 from pw_kernels.pages import WeightPages
 from pw_kernels.slots import SlotResults
 from pw_kernels.step import Norm, Routing
@@ -57,6 +60,7 @@ KERNELS = {
         f"products-{form}": "product" for form in ("norm", "add", "share", "gated", "slots", "many")
     },
     "attention": "attention",
+    "joint-attention": "attend",
     "triton-moe": "_kernel",
     "triton-attention": "_kernel",
     "triton-step": "_kernel",
@@ -204,6 +208,40 @@ def attention(kernels: Any = cuda_attention) -> None:
             near(got, want, f"heads of {size}, {warps} warps, {units} units")
 
 
+def joint_attention() -> None:
+    lengths, count = torch.tensor([700, 1, 130, 20]).int().cuda(), 4
+    starts = torch.tensor([0, 1, 2, 3, 3]).int().cuda()  # the last is padding
+    tables = torch.randperm(count * 175 + 3)[: count * 175].int().view(count, 175).cuda()
+    last = (lengths - 1).long()
+    slots = tables.gather(1, (last // 4)[:, None])[:, 0].long() * 4 + last % 4
+    slots[-1] = -1
+    for heads, kv_heads, size, window in (
+        (2, 2, 128, None), (8, 1, 128, None), (4, 2, 64, 300), (4, 1, 256, None), (8, 1, 512, None),
+    ):  # fmt: skip
+        arena = torch.randn(count * 175 + 3, 2, 4, kv_heads, size).bfloat16().cuda()
+        qkv = torch.randn(count, (heads + 2 * kv_heads) * size).bfloat16().cuda()
+        cos, sin = torch.randn(2, count, size).bfloat16().cuda()
+        norm = torch.randn(heads + 2 * kv_heads, size).bfloat16().cuda()
+        more, where = {"norm": norm, "epsilon": 1e-5}, (tables, starts, lengths)
+        plan = choose_plan(count, heads, kv_heads, size)
+        assert plan is not None
+        for cluster in (1, 2, 8):
+            mine = arena.clone()
+            got = cuda_joint_attention.attend(
+                qkv, cos, sin, mine[:, 0], mine[:, 1], *where, scale=0.1, window=window, **more,
+                plan=replace(plan, cluster=cluster),
+            )  # fmt: skip
+            its = arena.clone()
+            q = step.rotate_store(
+                qkv, cos, sin, its[:, 0], its[:, 1], slots, head_size=size, backend="torch", **more
+            )
+            want = reference.paged_attention(
+                q, its[:, 0], its[:, 1], *where, scale=0.1, window=window
+            )
+            near(got, want, f"heads of {size}, {cluster} blocks")
+            near(mine, its, "stored")
+
+
 def triton_experts() -> None:
     options: dict[str, Any] = {"lut_dtype": torch.bfloat16, "activation": "silu"}
     Layer().check("40 tokens", 40, lambda *args: triton_moe.fused_moe(*args, **options))
@@ -254,7 +292,7 @@ FAMILIES: dict[str, Callable[[], None]] = {
     "decode": decode, "routing": decode, "router": partial(routers, "router"),
     "choice": partial(routers, "choice"), "prompts": prompts, "arrange": prompts, "expand": expand,
     **{name: partial(few_rows, name.partition("-")[2]) for name in KERNELS if "products" in name},
-    "attention": attention, "triton-moe": triton_experts,
+    "attention": attention, "joint-attention": joint_attention, "triton-moe": triton_experts,
     "triton-attention": partial(attention, triton_attention), "triton-step": steps,
     "triton-offline": offline, "dense": dense,
 }  # fmt: skip

@@ -26,14 +26,9 @@
 // has ended when that one begins.
 
 #include "common.cuh"
+#include "attention.cuh"
 
-DI float exp2_fast(float v) { float r; asm("ex2.approx.ftz.f32 %0,%1;" : "=f"(r) : "f"(v)); return r; }
 // For what a launch that overlaps with this one, or another block, wrote.
-DI int load_int(const int* p) {
-  int v;
-  asm volatile("ld.global.cg.s32 %0,[%1];" : "=r"(v) : "l"(p) : "memory");
-  return v;
-}
 DI float2 load_pair(const float* p) {
   float2 v;
   asm volatile("ld.global.cg.v2.f32 {%0,%1},[%2];" : "=f"(v.x), "=f"(v.y) : "l"(p) : "memory");
@@ -44,17 +39,6 @@ DI float4 load_four(const float* p) {
   asm volatile("ld.global.cg.v4.f32 {%0,%1,%2,%3},[%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "l"(p) : "memory");
   return v;
 }
-DI void copy_async(u32 to, u64 from) { asm volatile("cp.async.cg.shared.global [%0],[%1],16;" ::"r"(to), "l"(from) : "memory"); }
-// Four matrices of 8 rows of 16 bytes, whose addresses the lanes give: as operands of the matrix unit, by rows or by columns.
-DI void load_rows(u32* r, u32 at) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3},[%4];"
-               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(at) : "memory");
-}
-DI void load_columns(u32* r, u32 at) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3},[%4];"
-               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(at) : "memory");
-}
-DI u32 transposed(u32 v) { u32 r; asm("movmatrix.sync.aligned.m8n8.trans.b16 %0,%1;" : "=r"(r) : "r"(v)); return r; }
 
 struct Arguments {
   const u16* q;            // [T, HEADS * GROUP, SIZE]
@@ -73,19 +57,12 @@ struct Arguments {
   float scale, softcap;
 };
 
-constexpr int THREADS = 32 * (WARPS + 1), TILE = 16, COLS = SIZE < 128 ? SIZE : 128, SEGMENTS = SIZE / COLS, CHUNKS = COLS / 8;
-constexpr int UNIT = TILE * COLS * 2, STEPS = COLS / 16, VALUE_ROW = SIZE + 4;   // bytes; of 16 columns; floats, in other banks
+constexpr int THREADS = 32 * (WARPS + 1);
 constexpr int MERGED = 8;                                       // parts on their way
-constexpr float LOG2E = 1.4426950408889634f, LOWEST = -1.0e30f, ABSENT = -3.0e38f;
 constexpr int RING = WARPS * UNITS * UNIT, VALUES = WARPS * GROUP * VALUE_ROW;
 // [WARPS, UNITS] units; [WARPS, GROUP] values, maximum and sum of a part; two barriers; whether the last part of a query came;
 // of T tokens: parts before, positions, sequences, lengths of parts
 extern __shared__ __align__(128) unsigned char dynamic[];
-
-DI float shuffled(float v, int lane) { return __uint_as_float(__shfl_sync(~0u, __float_as_uint(v), lane)); }
-DI u32 pair(float low, float high) { return (u32)to_half(low) | (u32)to_half(high) << 16; }
-// Where 16 bytes of a row lie: rows below each other are in different banks.
-DI u32 place(int row, int chunk, int chunks) { return (row * chunks + (chunk ^ (row & 7))) * 16; }
 
 struct Part {
   int token, head, number, from, until;                         // keys
@@ -197,7 +174,7 @@ struct Copies {
         const u16* from = a.q + (u64)part.token * a.q_token + (u64)part.head * GROUP * a.q_head;
         for (int i = lane; i < GROUP * SIZE / 8; i += 32) {
           int g = i / (SIZE / 8), chunk = i % (SIZE / 8);
-          copy_async(to + place(g, chunk, SIZE / 8), (u64)(from + g * a.q_head + chunk * 8));
+          copy_rows(to + place(g, chunk, SIZE / 8), (u64)(from + g * a.q_head + chunk * 8));
         }
       } else {
         bool keys = unit < SEGMENTS;
@@ -207,7 +184,7 @@ struct Copies {
         UNROLL for (int j = 0; j < TILE; j += 32 / CHUNKS) {
           int row = j + lane / CHUNKS, key = min(now.key + row, part.until - 1);
           u32 page = __shfl_sync(~0u, now.page, row);
-          copy_async(to + place(row, chunk, CHUNKS), (u64)(from + (u64)page * page_step + (u32)(key % TOKENS) * token_step));
+          copy_rows(to + place(row, chunk, CHUNKS), (u64)(from + (u64)page * page_step + (u32)(key % TOKENS) * token_step));
         }
       }
       if (++unit == 2 * SEGMENTS) {
@@ -220,25 +197,13 @@ struct Copies {
   }
 };
 
-// What some part of the keys gives one lane: four columns of a query head, still to be divided by the sum of weights.
-struct Result {
-  float peak, mass;
-  float4 sum;
-  DI Result() : peak(LOWEST), mass(0), sum{0, 0, 0, 0} {}
-  DI void add(float other_peak, float other_mass, float4 other) {
-    float higher = max(peak, other_peak), shrink = exp2_fast(peak - higher), grow = exp2_fast(other_peak - higher);
-    auto mixed = [&](float mine, float of_other) { return fmaf(of_other, grow, mine * shrink); };   // in all callers alike
-    peak = higher, mass = mixed(mass, other_mass);
-    sum = {mixed(sum.x, other.x), mixed(sum.y, other.y), mixed(sum.z, other.z), mixed(sum.w, other.w)};
-  }
-  DI void finish(const Arguments& a, int token, int query_head, int column) {
+// A sum over all keys of a query.
+DI void finish(const Arguments& a, Result result, int token, int query_head, int column) {
 #if SINKS
-    add(a.sinks[query_head] * LOG2E, 1, float4{0, 0, 0, 0});
+  result.add(a.sinks[query_head] * LOG2E, 1, float4{0, 0, 0, 0});
 #endif
-    uint2 halves = {pair(sum.x / mass, sum.y / mass), pair(sum.z / mass, sum.w / mass)};
-    *(uint2*)(a.out + ((u64)token * (HEADS * GROUP) + query_head) * SIZE + column) = halves;
-  }
-};
+  *(uint2*)(a.out + ((u64)token * (HEADS * GROUP) + query_head) * SIZE + column) = result.halves();
+}
 
 // What the warps of a block have of an item: [WARPS, GROUP] rows of values, their maximum and their sum of weights.
 struct Shared {
@@ -266,7 +231,7 @@ DI void write_item(const Arguments& a, const Shared& shared, const Part& part, i
     int g = i / (SIZE / 4), column = i % (SIZE / 4) * 4, query_head = part.head * GROUP + g;
     Result result = shared.sum(rows, g, column);
     if (answer) {
-      result.finish(a, part.token, query_head, column);
+      finish(a, result, part.token, query_head, column);
     } else {
       u64 at = ((u64)part.token * (HEADS * GROUP) + query_head) * a.parts + part.number;
       *(float4*)(a.partial + at * SIZE + column) = result.sum;
@@ -302,7 +267,7 @@ DI void merge_alone(const Arguments& a, const Part& part, int parts, int lane) {
       Result other = merged<SHARES>(a, part, parts, share, g, column);
       result.add(other.peak, other.mass, other.sum);
     }
-    result.finish(a, part.token, part.head * GROUP + g, column);
+    finish(a, result, part.token, part.head * GROUP + g, column);
   }
 }
 // The same by all warps but the last, which comes along.
@@ -310,13 +275,13 @@ DI void merge_together(const Arguments& a, const Shared& shared, const Part& par
   ROLLED for (int i = warp / SHARES * 32 + lane; i < COLUMNS && warp < WARPS; i += WARPS / SHARES * 32) {
     int g = i / (SIZE / 4), column = i % (SIZE / 4) * 4;
     Result result = merged<SHARES>(a, part, parts, warp % SHARES, g, column);
-    if (SHARES == 1) result.finish(a, part.token, part.head * GROUP + g, column);
+    if (SHARES == 1) finish(a, result, part.token, part.head * GROUP + g, column);
     else shared.put(warp % SHARES, g, column, result);
   }
   __syncthreads();
   for (int i = threadIdx.x; i < COLUMNS && SHARES > 1; i += THREADS) {
     int g = i / (SIZE / 4), column = i % (SIZE / 4) * 4;
-    shared.sum(min(SHARES, parts), g, column).finish(a, part.token, part.head * GROUP + g, column);
+    finish(a, shared.sum(min(SHARES, parts), g, column), part.token, part.head * GROUP + g, column);
   }
 }
 
@@ -376,67 +341,28 @@ DI void compute_items(const Arguments& a, const Work& work, const Shared& shared
   ROLLED for (int item = blockIdx.x; item < work.total; item += gridDim.x, parity ^= 1) {
     Part part = work.part(a, item, lane);
     int mine = deal.place(warp), key = part.from + mine * TILE;
-    int row = lane % 16, value_row = lane % 8 + lane / 16 * 8;
-    float sum[SIZE / 16][4], peak[2] = {LOWEST, LOWEST}, mass[2] = {0, 0};   // [16 columns x 8 heads]; heads 2 * (lane % 4) and the next
-    UNROLL for (int i = 0; i < SIZE / 16; i++) UNROLL for (int j = 0; j < 4; j++) sum[i][j] = 0;
+    Sums sums;
     bool has_tiles = key < part.until;
     if (has_tiles) {
-      u32 q[SIZE / 8], here = take();
-      UNROLL for (int i = 0; i < SIZE / 32; i++)
-        load_rows(q + 4 * i, here + place(min(lane % 8, GROUP - 1), 4 * i + lane / 8, SIZE / 8));
-      UNROLL for (int i = 0; i < SIZE / 8; i++) q[i] = lane / 4 < GROUP ? q[i] : 0;
+      Queries queries(take(), lane);
       for (; key < part.until; key += WARPS * TILE) {
-        float scores[2][4] = {};                                // [16 keys x 8 heads]: two sums, which do not wait for each other
-        UNROLL for (int s = 0; s < SEGMENTS; s++) {
-          here = take();
-          UNROLL for (int c = 0; c < STEPS; c++) {
-            u32 k[4];
-            load_rows(k, here + place(row, 2 * c + lane / 16, CHUNKS));
-            multiply(scores[c & 1], k, q[2 * (s * STEPS + c)], q[2 * (s * STEPS + c) + 1]);
-          }
-        }
-        float weight[4], shrink[2];
+        float scores[2][4] = {}, weight[4];
+        UNROLL for (int s = 0; s < SEGMENTS; s++) Sums::score(scores, queries, take(), s, lane);
         UNROLL for (int i = 0; i < 4; i++) {
           float score = (scores[0][i] + scores[1][i]) * a.scale;
 #if SOFTCAP
-          score = a.softcap * (2.0f / (1.0f + exp2_fast(-2.0f * LOG2E * (score / a.softcap))) - 1.0f);
+          score = capped(score, a.softcap);
 #endif
           int at = key + lane / 4 + i / 2 * 8;
           weight[i] = at < part.until ? score * LOG2E : ABSENT;
         }
-        UNROLL for (int h = 0; h < 2; h++) {
-          float higher = max(weight[h], weight[2 + h]);
-          UNROLL for (int step = 4; step < 32; step *= 2) higher = max(higher, shuffled(higher, lane ^ step));
-          higher = max(higher, peak[h]);
-          shrink[h] = exp2_fast(peak[h] - higher), peak[h] = higher;
-          UNROLL for (int i = h; i < 4; i += 2) weight[i] = exp2_fast(weight[i] - higher);
-          mass[h] = mass[h] * shrink[h] + weight[h] + weight[2 + h];
-        }
-        if (__ballot_sync(~0u, shrink[0] != 1.0f || shrink[1] != 1.0f))
-          UNROLL for (int i = 0; i < SIZE / 16; i++) UNROLL for (int j = 0; j < 4; j++) sum[i][j] *= shrink[j & 1];
-        u32 low = transposed(pair(weight[0], weight[1])), high = transposed(pair(weight[2], weight[3]));
-        UNROLL for (int s = 0; s < SEGMENTS; s++) {
-          here = take();
-          UNROLL for (int c = 0; c < STEPS; c++) {
-            u32 v[4];
-            load_columns(v, here + place(value_row, 2 * c + lane / 8 % 2, CHUNKS));
-            multiply(sum[s * STEPS + c], v, low, high);
-          }
-        }
+        u32 low, high;
+        sums.weigh(weight, low, high, lane);
+        UNROLL for (int s = 0; s < SEGMENTS; s++) sums.add(take(), s, low, high, lane);
       }
     }
     if (item != (int)blockIdx.x) barrier_wait(taken, parity ^ 1);   // the item before
-    if (has_tiles) {
-      UNROLL for (int h = 0; h < 2; h++) {
-        UNROLL for (int step = 4; step < 32; step *= 2) mass[h] += shuffled(mass[h], lane ^ step);
-        int g = lane % 4 * 2 + h;
-        if (g < GROUP) {
-          float* to = shared.values + (mine * GROUP + g) * VALUE_ROW + lane / 4;
-          UNROLL for (int i = 0; i < SIZE / 16; i++) to[16 * i] = sum[i][h], to[16 * i + 8] = sum[i][2 + h];
-          if (lane < 4) shared.extremes[(mine * GROUP + g) * 2] = peak[h], shared.extremes[(mine * GROUP + g) * 2 + 1] = mass[h];
-        }
-      }
-    }
+    if (has_tiles) sums.leave(shared.values + mine * GROUP * VALUE_ROW, shared.extremes + 2 * mine * GROUP, 2, lane);
     barrier_arrive(left);
     deal.next(part);
   }

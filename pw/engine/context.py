@@ -42,47 +42,7 @@ class Batch(Protocol):
     live: Tensor | None
 
 
-class RotatedStore:
-    """Rotates and stores for a step, wherever the step keeps its slots."""
-
-    _kv: KvCache
-
-    def _slots(self, layer: int) -> Tensor:
-        """Where keys and values of a layer go: [T] int64, -1 for nowhere."""
-        raise NotImplementedError
-
-    def store_rotated(
-        self,
-        layer: int,
-        qkv: Tensor,  # [T, (Hq + 2 Hkv) D]; shared values: [T, (Hq + Hkv) D]
-        cos: Tensor,  # [T, D]
-        sin: Tensor,  # [T, D]
-        *,
-        head_size: int,
-        norm: Tensor | None,
-        epsilon: float,
-        shared_values: bool,
-    ) -> Tensor:
-        """Queries [T, Hq, D], rotated; keys and values go where `attend` finds them.
-
-        See `pw_kernels.step.rotate_store`.
-        """
-        pages, slots = self._kv.layer_pages(layer), self._slots(layer)
-        return rotate_store(
-            qkv,
-            cos,
-            sin,
-            pages.keys,
-            pages.values,
-            slots,
-            head_size=head_size,
-            norm=norm,
-            epsilon=epsilon,
-            shared_values=shared_values,
-        )
-
-
-class StepBatch(RotatedStore):
+class StepBatch:
     """A packed batch: the tokens of all chunks, one after the other.
 
     Attributes:
@@ -148,6 +108,36 @@ class StepBatch(RotatedStore):
             counters=self._kv.counters,
         )
 
-    def _slots(self, layer: int) -> Tensor:
+    def attend_rotated(
+        self,
+        layer: int,
+        qkv: Tensor,  # [T, (Hq + 2 Hkv) D]; shared values: [T, (Hq + Hkv) D]
+        cos: Tensor,  # [T, R]
+        sin: Tensor,  # [T, R]
+        *,
+        head_size: int,
+        norm: Tensor | None,
+        epsilon: float,
+        shared_values: bool,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
+        """Rotate (see `pw_kernels.step.rotate_store`), store, then as `attend`: [T, Hq, D]."""
         number, position = self._kv.place(layer)
-        return self._groups[number].slots[position]
+        pages, slots = self._kv.layer_pages(layer), self._groups[number].slots[position]
+        q = rotate_store(
+            qkv,
+            cos,
+            sin,
+            pages.keys,
+            pages.values,
+            slots,
+            head_size=head_size,
+            norm=norm,
+            epsilon=epsilon,
+            shared_values=shared_values,
+        )
+        return self.attend(
+            layer, q, q, q, write=False, scale=scale, window=window, softcap=softcap, sinks=None
+        )

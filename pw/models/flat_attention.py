@@ -72,13 +72,17 @@ class FlatAttention:
         if self._wide_norms is not None:
             first, second, *rest = torch.split(qkv, self._sizes, -1)
             qkv = torch.cat((self._wide_norms[0](first), self._wide_norms[1](second), *rest), -1)
-        store = getattr(context, "store_rotated", None) if self._kernels else None
-        if store is None:
-            q, k, v = self._rotate(qkv, turn)
-        else:
-            heads = self._head_norm
-            q = k = v = store(  # keys and values are in their pages already
-                self._binding.layer,
+        binding, heads = self._binding, self._head_norm
+        options: dict[str, Any] = {
+            "scale": self._scale,
+            "window": binding.window,
+            "softcap": binding.softcap,
+        }
+        rotated = getattr(context, "attend_rotated", None) if self._kernels else None
+        out: Tensor
+        if rotated is not None:
+            out = rotated(
+                binding.layer,
                 qkv,
                 turn.cos,
                 turn.sin,
@@ -86,18 +90,11 @@ class FlatAttention:
                 norm=None if heads is None else heads.weight,
                 epsilon=0.0 if heads is None else heads.epsilon,
                 shared_values=self._shared_values,
+                **options,
             )
-        out = context.attend(
-            self._binding.layer,
-            q,
-            k,
-            v,
-            write=store is None,
-            scale=self._scale,
-            window=self._binding.window,
-            softcap=self._binding.softcap,
-            sinks=None,
-        )
+        else:
+            qkv_heads = self._rotate(qkv, turn)
+            out = context.attend(binding.layer, *qkv_heads, write=True, sinks=None, **options)
         return out.reshape(len(x), -1)
 
     def _rotate(self, qkv: Tensor, turn: Turn) -> tuple[Tensor, Tensor, Tensor]:

@@ -32,10 +32,9 @@ class _ProbeContext:
     """
 
     def __init__(self, kv_heads: dict[int, int]) -> None:
-        self._stored: tuple[Tensor, Tensor] | None = None  # [T, Hkv, D] of the layer at work
         self._kv_heads = kv_heads
 
-    def store_rotated(
+    def attend_rotated(
         self,
         layer: int,
         qkv: Tensor,
@@ -46,23 +45,23 @@ class _ProbeContext:
         norm: Tensor | None,
         epsilon: float,
         shared_values: bool,
+        scale: float,
+        **_: Any,
     ) -> Tensor:
-        """As `StepBatch.store_rotated`, into a page that holds all tokens."""
+        """As `StepBatch.attend_rotated`, with a page that holds all tokens."""
         tokens, kv_heads = len(qkv), self._kv_heads[layer]
         keys = qkv.new_zeros(1, tokens, kv_heads, head_size)
         values, slots = torch.zeros_like(keys), torch.arange(tokens, device=qkv.device)
-        self._stored = (keys[0], values[0])
-        return rotate_store(
+        q = rotate_store(
             qkv, cos, sin, keys, values, slots, head_size=head_size, norm=norm, epsilon=epsilon,
             shared_values=shared_values,
         )  # fmt: skip
+        return self.attend(layer, q, keys[0], values[0], scale=scale)
 
     def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, write: bool, scale: float, **_: Any
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, **_: Any
     ) -> Tensor:
         """Depends on q, k, v, scale and layer, so that a mix-up of any shows."""
-        if not write and self._stored is not None:
-            (k, v), self._stored = self._stored, None
         groups = q.shape[1] // k.shape[1]
         keys, values = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
         score = (q * keys).sum(-1, keepdim=True) * scale

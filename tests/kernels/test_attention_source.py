@@ -21,7 +21,7 @@ from pw_kernels.attention_plans import (
 from support.cuda_source import CudaSource
 
 SOURCE = CudaSource("attention.cu", "attention_on_cpu.h", [  # defined by the headers
-    "exp2_fast", "load_int", "load_pair", "load_four", "copy_async", "load_rows",
+    "exp2_fast", "load_int", "load_pair", "load_four", "copy_rows", "load_rows",
     "load_columns", "transposed",
 ])  # fmt: skip
 DTYPE = torch.bfloat16

@@ -6,7 +6,7 @@
 
 // What the launch before writes: there when all of the `waiting` threads of one block wait for it, if there are any.
 struct Written { void* to; const void* from; u64 bytes; };
-extern "C" { Written written[2]; int waiting, waited; }
+extern "C" { Written written[3]; int waiting, waited; }
 inline void wait_for_earlier() {
   if (!waiting) return;
   waited++;
@@ -18,6 +18,7 @@ struct float2 { float x, y; };
 #define __popc(v) __builtin_popcount(v)
 inline void __syncwarp() { warp_take(0, 0); }
 inline float exp2_fast(float v) { return std::exp2(v); }
+inline void copy_rows(u32 to, u64 from) { copy_async(to, from); }
 inline int load_int(const int* p) { return at<int>((u64)p); }
 inline float2 load_pair(const float* p) { return at<float2>((u64)p, 8); }
 inline float4 load_four(const float* p) { return at<float4>((u64)p, 16); }

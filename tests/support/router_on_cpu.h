@@ -1,14 +1,9 @@
 // What router.cu needs beyond cuda_on_cpu.h.
 
 #include "products_on_cpu.h"
-
-#define __cluster_dims__(...)
+#include "clusters_on_cpu.h"
 
 u32 warp_most(u32 value);
-u32 rank_in_cluster();
-void push(u32 at, u32 rank, float value);
-void cluster_arrive();
-void cluster_wait();
 inline u32 most_of_warp(u32 value) { return warp_most(value); }
 inline u32 least_of_warp(u32 value) { return ~warp_most(~value); }
 inline float power(float v) { return expf(v); }

@@ -6,14 +6,15 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from pw.engine.context import PrefillSpan, RotatedStore
+from pw.engine.context import PrefillSpan
 from pw.engine.graphs.inputs import DecodeInputs
 from pw.engine.graphs.tables import DeviceTables
 from pw.memory.kv_cache import KvCache
+from pw_kernels import joint_attention
 from pw_kernels.dispatch import paged_attention, write_kv
 
 
-class DecodeBatch(RotatedStore):
+class DecodeBatch:
     """Like `StepBatch`, with everything read from the device when the step runs.
 
     Attributes:
@@ -64,6 +65,40 @@ class DecodeBatch(RotatedStore):
             counters=self._kv.counters,
         )
 
-    def _slots(self, layer: int) -> Tensor:
-        number, position = self._kv.place(layer)
-        return self._inputs.slots[number][position]
+    def attend_rotated(
+        self,
+        layer: int,
+        qkv: Tensor,  # [B, (Hq + 2 Hkv) D]; shared values: [B, (Hq + Hkv) D]
+        cos: Tensor,  # [B, R]
+        sin: Tensor,  # [B, R]
+        *,
+        head_size: int,
+        norm: Tensor | None,
+        epsilon: float,
+        shared_values: bool,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
+        """Rotate, store and attend (see `pw_kernels.joint_attention`): [B, Hq, D]."""
+        group, position = self._kv.place(layer)
+        pages, inputs = self._kv.layer_pages(layer), self._inputs
+        return joint_attention.attend(
+            qkv,
+            cos,
+            sin,
+            pages.keys,
+            pages.values,
+            inputs.slots[group][position],
+            self._selected[group][:, position],
+            inputs.query_start,
+            inputs.seq_lens,
+            head_size=head_size,
+            scale=scale,
+            norm=norm,
+            epsilon=epsilon,
+            shared_values=shared_values,
+            window=window,
+            softcap=softcap,
+            counters=self._kv.counters,
+        )
