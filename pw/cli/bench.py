@@ -105,19 +105,17 @@ def serve(client: Client, dataset: Dataset, result: Result, common: Common) -> N
     """Load on a running server that speaks OpenAI's HTTP: ours, vLLM's, any."""
     import asyncio
 
-    from pw.evaluation.bench.client import ENDPOINTS, Pace, Target, run
+    from pw.evaluation.bench.client import Pace, Target, run
     from pw.evaluation.bench.metrics import parse_goodput, summarize
 
     result.check(common)
     metrics, limits = client.metrics(), parse_goodput(client.goodput or [])
-    endpoints = {"openai": ENDPOINTS[0], "vllm": ENDPOINTS[0], "openai-chat": ENDPOINTS[1]}
-    if client.backend not in endpoints:
-        raise ConfigError(f"unknown backend: `{client.backend}`", "use openai or openai-chat")
+    endpoint = client.asked()
     workload = dataset.workload(random_seed(client.seed))
     requests = workload.requests() if client.tokenizer is None else client.counted(workload)
     target = Target(
         base_url=server_url(client.base_url or f"http://{client.host}:{client.port}", "--base-url"),
-        endpoint=endpoints[client.backend],
+        endpoint=endpoint,
         model=client.model,
         api_key=client.api_key,
         ignore_eos=dataset.ignore_eos,

@@ -89,6 +89,7 @@ class Result:
             "md (a table), csv or json; or a file whose name ends so.",
             "-o",
             "--output",
+            "--output-json",
             metavar="FORM|FILE",
         ),
     ] = "md"
@@ -241,9 +242,13 @@ class Client:
     ] = None
     host: Annotated[str, _server("Address of the server.")] = "127.0.0.1"
     port: Annotated[int, _server("Its port.")] = 8000
-    backend: Annotated[str, _server("openai (completions) or openai-chat.", metavar="NAME")] = (
-        "openai"
-    )
+    backend: Annotated[
+        str, _server("openai or vllm (completions), or openai-chat.", metavar="NAME")
+    ] = "openai"
+    endpoint: Annotated[
+        str | None,
+        _server("/v1/completions or /v1/chat/completions, in place of --backend.", metavar="PATH"),
+    ] = None
     model: Annotated[
         str | None, _server("Model to ask for (default: the first that the server lists).")
     ] = None
@@ -268,6 +273,24 @@ class Client:
         _server("Limits in ms of a good request, like `ttft:500 tpot:50`; repeatable."),
     ] = None
     seed: Annotated[int, _workload("Of prompts and arrivals.")] = 0
+
+    def asked(self) -> str:
+        """The endpoint.
+
+        Raises:
+            ConfigError: It, or the backend, is unknown.
+        """
+        from pw.evaluation.bench.client import ENDPOINTS
+
+        completions, chat = ENDPOINTS
+        backends = {"openai": completions, "vllm": completions, "openai-chat": chat}
+        if self.backend not in backends:
+            raise ConfigError(f"unknown backend: `{self.backend}`", f"use {' or '.join(backends)}")
+        if self.endpoint not in (None, *ENDPOINTS):
+            raise ConfigError(
+                f"unknown endpoint: `{self.endpoint}`", f"use {' or '.join(ENDPOINTS)}"
+            )
+        return self.endpoint or backends[self.backend]
 
     def metrics(self) -> list[str]:
         """The metrics.

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from pw.cli.bench_options import Client
 from pw.evaluation.bench.filling import fill
 from pw.evaluation.bench.tables import report
 from support.cli import Outcome, run
@@ -252,6 +253,7 @@ def test_generate_speaks_numbers_and_a_changed_config_is_another_folder(
         (("latency", "CONFIG", "--load-format", "gguf"), "load_format must be auto or dummy"),
         (("serve", "--goodput", "ttft"), "not a goodput limit: `ttft`"),
         (("serve", "--backend", "grpc"), "unknown backend: `grpc`"),
+        (("serve", "--endpoint", "/generate"), "unknown endpoint: `/generate`"),
         (("serve", "--percentile-metrics", "x"), "unknown metric: `x`"),
     ],
 )  # fmt: skip
@@ -280,3 +282,18 @@ def test_bench_without_a_command_compares() -> None:
     alone = run("bench", "nowhere/at-all.pw")
     assert alone.code != 0
     assert "nowhere/at-all.pw" in alone.err
+
+
+@pytest.mark.parametrize(
+    ("given", "asked"),
+    [
+        ({}, "/v1/completions"),
+        ({"backend": "vllm"}, "/v1/completions"),
+        ({"backend": "openai-chat"}, "/v1/chat/completions"),
+        ({"backend": "vllm", "endpoint": "/v1/chat/completions"}, "/v1/chat/completions"),
+    ],
+)
+def test_a_server_is_asked_where_users_of_other_benchmarks_say(
+    given: dict[str, str], asked: str
+) -> None:
+    assert Client(**given).asked() == asked  # type: ignore[arg-type]
