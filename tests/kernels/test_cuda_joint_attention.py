@@ -167,20 +167,25 @@ def test_plans_of_an_h200_are_those_that_were_measured(
 
 @pytest.mark.gpu
 @pytest.mark.skipif(INTERPRETED, reason="needs TRITON_INTERPRET=0 and a GPU")
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("heads", "kv_heads", "size"), SHAPES)
-@pytest.mark.parametrize("count", [1, 2, 4, 8])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "size", "dtype"),
+    [(*shape, torch.bfloat16) for shape in SHAPES] + [(*SHAPES[2], torch.float16)],
+)
+@pytest.mark.parametrize("count", [2, 8])
 def test_on_a_gpu(heads: int, kv_heads: int, size: int, dtype: torch.dtype, count: int) -> None:
     lengths = [*(1030, 1, 3000, 513, 64, 65, 1024)[: count - 1], 9]
-    kinds = {64: (1, False), 256: (2, False), 512: (2, True)}.get(size, (0, False))
-    case = Step(lengths, heads, kv_heads, size, dtype, "cuda", *kinds)
-    assert cuda.fits(case.rows, case.cos, *case.given()[3:], case.where[0], kinds[1])
-    for options in ({}, {"window": 600}, {"softcap": 5.0}):
+    normed, shared = {64: (1, False), 256: (2, False), 512: (2, True)}.get(size, (0, False))
+    case = Step(lengths, heads, kv_heads, size, dtype, "cuda", normed, shared)
+    assert cuda.fits(case.rows, case.cos, *case.given()[3:], case.where[0], shared)
+    for options in ({}, {"window": 600, "softcap": 5.0}):
         found, after = case.run(**options)
         want, arena = case.expected(**options)
-        assert count == 1 or near(found, want)
+        assert near(found, want)
         assert not found[-1].any()
-        assert near(after, arena)
+        new = (after != case.arena).any(-1)
+        assert near(after[new], arena[new])
+        assert torch.equal(after[~new], case.arena[~new])
+        assert new.sum() == 2 * kv_heads * (count - 1)
         for _ in range(3):
             again, twice = case.run(**options)
             assert torch.equal(again, found)
