@@ -74,12 +74,13 @@ serve() { # a server, and clients beside it
 	pw serve "$QWEN" --load-format dummy --device cuda --max-num-batched-tokens 2048 \
 		--max-num-seqs 64 --max-model-len 8192 --memory-budget 24GiB \
 		--precision-policy adaptive --port "$PORT" &
-	local server=$!
+	local server=$! began=$SECONDS
 	trap 'kill $server 2> /dev/null || true' EXIT
 	until curl -sf "http://127.0.0.1:$PORT/health" > /dev/null; do
 		kill -0 "$server" || exit 1
 		sleep 0.25
 	done
+	echo "the server answers after $((SECONDS - began)) s"
 	load serve-rate2-qwen1.5-moe 2 20 1
 	load serve-rate6-qwen1.5-moe 6 60 2
 	load serve-all-qwen1.5-moe inf 96 3
