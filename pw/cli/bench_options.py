@@ -194,8 +194,14 @@ def refuse_idle(runtime: Runtime, planner: Planner, result: Result, *, lengths: 
         lengths: The longest contexts are asked for, too: they may have a limit.
 
     Raises:
-        ConfigError: An option that changes no cell is given.
+        ConfigError: An option that changes no cell is given, or that it cannot do.
     """
+    if runtime.tensor_parallel_size > 1:
+        raise ConfigError(
+            "contexts of the comparison are filled on one device: "
+            f"--tensor-parallel-size {runtime.tensor_parallel_size}",
+            "leave it out: `pw bench throughput` and `latency` measure several ranks",
+        )
     rests = "the comparison sets it: planes rest while steps are timed"
     for flag, given, default, hint in (
         (

@@ -225,6 +225,7 @@ def test_generate_speaks_numbers_and_a_changed_config_is_another_folder(
         (("latency", "CONFIG", *DUMMY, "--metric-percentiles", "50,x"), "not a list of percen"),
         (("latency", "CONFIG", *DUMMY, "--batch-size", "0"), "must be at least 1"),
         (("matrix", "CONFIG", *DUMMY, "--policy", "replay:x"), "not a policy of the comparison"),
+        (("matrix", "CONFIG", *DUMMY, "-tp", "2"), "filled on one device: --tensor-parallel-s"),
         (("matrix", "CONFIG", *DUMMY, "--steps", "0"), "--steps must be at least 1: 0"),
         (("matrix", "CONFIG", *DUMMY, "--batch-size", "4", "--batch-size", "0"),
          "--batch-size must be at least 1: 0"),

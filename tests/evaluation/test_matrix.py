@@ -125,6 +125,7 @@ def test_all_cells_in_one_run(folder: Path) -> None:
         assert row["total_bytes_ratio"] == pytest.approx(1, abs=0.01)
     assert len(found["speedups_over_dense"]) == 6
     assert sum("ready" in text for text in told) == 4
+    assert [text.startswith("| policy | batch | context |") for text in told[:3]] == [0, 1, 0]
     text = report(found)
     assert "| static:3 | 4 | 48 |" in text
     steps = next(part for part in text.split("\n\n") if part.startswith("| step p50, ms (over"))

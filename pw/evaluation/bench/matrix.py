@@ -38,7 +38,7 @@ from pw.evaluation.bench.floor import copy_bandwidth, step_bytes
 from pw.evaluation.bench.matrix_limits import Limits
 from pw.evaluation.bench.matrix_policies import Widths, by_engine, parse_policy
 from pw.evaluation.bench.profile import class_floors, kernel_milliseconds
-from pw.evaluation.bench.tables import at_equal_bytes, line, speedups
+from pw.evaluation.bench.tables import at_equal_bytes, head, line, speedups
 from pw.evaluation.bench.timing import (
     captured,
     collect,
@@ -246,6 +246,8 @@ class _Run:
         return time.monotonic() > self._ends
 
     def _add(self, cell: dict[str, Any]) -> None:
+        if not self.cells:
+            self._advance(head())
         self.cells.append(cell)
         self._advance(line(cell))
 

@@ -71,6 +71,11 @@ def _used(sizes: dict[str, int]) -> int:
     )
 
 
+def head() -> str:
+    """The names of the columns of `line`."""
+    return f"| {' | '.join(_HEADS)} |"
+
+
 def line(cell: dict[str, Any]) -> str:
     """A cell as a row of the table."""
     name = f"| {cell['policy']} | {cell.get('batch', '')} | {cell.get('context', '')} "
