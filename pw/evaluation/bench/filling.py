@@ -84,7 +84,7 @@ def _write_noise(engine: Engine) -> None:
     count = max(1, _NOISE_BYTES // parts.arena.page_bytes)
     same = torch.Generator(pages.device).manual_seed(0)  # in each engine: routing is then alike
     noise = torch.randn(count, pages.shape[1], generator=same, device=pages.device).to(pages.dtype)
-    for ids in torch.tensor(held, dtype=torch.int64, device=pages.device).split(count):
+    for ids in torch.split(torch.tensor(held, dtype=torch.int64, device=pages.device), count):
         pages.index_copy_(0, ids, noise[: len(ids)])
 
 
