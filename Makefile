@@ -84,7 +84,7 @@ bench: $(STAMP)  ## Speed: calibration, planner, tokens/s beside transformers
 	$(BIN)/pw bench tiny
 
 GROUPS ?=
-bench-gpu: $(STAMP)  ## The records of docs/gpu.md on this GPU, ten minutes: GROUPS="models serve" for some
+bench-gpu: $(STAMP)  ## The records of docs/gpu.md on this GPU, 15 minutes: GROUPS="models serve" for some
 	PATH="$(abspath $(BIN)):$$PATH" TRITON_INTERPRET=0 bash benchmarks/gpu.sh $(GROUPS)
 
 demo: $(STAMP)  ## The main job: calibrate, serve under a tight budget, watch the pages move

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The records that docs/gpu.md quotes, made on this machine's GPU: alone on it, some ten minutes.
+# The records that docs/gpu.md quotes, made on this machine's GPU: alone on it, a quarter of an hour.
 #   bash benchmarks/gpu.sh                    all of them, into benchmarks/results
 #   RESULTS=/tmp/r bash benchmarks/gpu.sh models kernels      two groups, elsewhere
 set -eu
@@ -53,6 +53,18 @@ squeeze() { # memory that gets short and long again
 		--steady-steps 16 --ease-steps 64 --idle-grace 0 --dwell-steps 8 --transfer-budget 8GiB
 }
 
+cycles() { # the same 1,000 times, small
+	save squeeze-tiny bench squeeze tiny --load-format dummy --device cuda --cycles 1000 \
+		--max-model-len 256 --max-num-seqs 4 --probes 2 --steady-steps 2 --ease-steps 2 \
+		--idle-grace 0 --dwell-steps 1 --transfer-budget 8GiB
+}
+
+movement() { # steps while planes come back
+	python -m pw.evaluation.bench.movement "$QWEN" --device cuda --memory-budget 24GiB --batch 1 32 \
+		--steps 200 --transfer-budget 1GiB --copied 64MiB --form json \
+		> "$RESULTS/movement-$NAME.json"
+}
+
 offline() { # requests without a server
 	local batch
 	save throughput-qwen1.5-moe bench throughput "$QWEN" --load-format dummy --device cuda \
@@ -90,6 +102,6 @@ serve() { # a server, and clients beside it
 }
 
 mkdir -p "$RESULTS"
-for group in "${@:-matrix models kernels squeeze offline serve}"; do
+for group in "${@:-matrix models kernels squeeze cycles movement offline serve}"; do
 	for each in $group; do "$each"; done
 done

@@ -31,9 +31,9 @@ def commands(folder: Path, *groups: str) -> list[list[str]]:
 def test_every_command_of_the_gpus_records_is_one_and_every_record_is_listed(
     tmp_path: Path,
 ) -> None:
-    typed = commands(tmp_path, "matrix models kernels squeeze offline")
+    typed = commands(tmp_path, "matrix models kernels squeeze cycles offline")
     listed = (ROOT / "benchmarks" / "README.md").read_text("utf-8")
-    assert len(typed) == 9
+    assert len(typed) == 10
     for command in typed:
         done = run(*command, "--help")
         assert done.code == 0, done.err
