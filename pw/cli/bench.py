@@ -49,13 +49,17 @@ def throughput(
 
     engine = Engine.from_artifact(path, config)
     tokenizer = engine.tokenizer
-    figures = measure(
-        engine,
-        workload.requests(range(tokenizer.vocab_size), lambda text: len(tokenizer.encode(text))),
-        ignore_eos=dataset.ignore_eos,
-        concurrency=config.max_num_queued_reqs,
-        percentiles=result.percentiles(),
-    )
+    vocabulary, count = range(tokenizer.vocab_size), lambda text: len(tokenizer.encode(text))
+    requests = workload.requests(vocabulary, count)
+    with progress_of(common).stage("throughput", len(requests), "requests") as advance:
+        figures = measure(
+            engine,
+            requests,
+            ignore_eos=dataset.ignore_eos,
+            concurrency=config.max_num_queued_reqs,
+            percentiles=result.percentiles(),
+            advance=advance,
+        )
     result.show("throughput", {"model": model} | figures, common)
 
 
@@ -88,16 +92,19 @@ def latency(
     from pw.engine import Engine
     from pw.evaluation.bench.offline import latency as measure
 
-    figures = measure(
-        Engine.from_artifact(path, config),
-        input_len=input_len,
-        output_len=output_len,
-        batch_size=batch_size,
-        warmup=num_iters_warmup,
-        iterations=num_iters,
-        percentiles=result.percentiles(),
-        seed=random_seed(runtime.seed),
-    )
+    engine = Engine.from_artifact(path, config)
+    with progress_of(common).stage("latency", num_iters_warmup + num_iters, "batches") as advance:
+        figures = measure(
+            engine,
+            input_len=input_len,
+            output_len=output_len,
+            batch_size=batch_size,
+            warmup=num_iters_warmup,
+            iterations=num_iters,
+            percentiles=result.percentiles(),
+            seed=random_seed(runtime.seed),
+            advance=advance,
+        )
     result.show("latency", {"model": model} | figures, common)
 
 
@@ -323,7 +330,13 @@ def compare(
     import tempfile
 
     from pw.engine import Engine
-    from pw.evaluation.speed import Load, engine_speed, planner_seconds, transformers_speed
+    from pw.evaluation.speed import (
+        Load,
+        describe,
+        engine_speed,
+        planner_seconds,
+        transformers_speed,
+    )
     from pw.models.resolve import resolve_model
 
     folder = resolve_model(model)
@@ -354,20 +367,7 @@ def compare(
     if common.json:
         print_json(result)
     else:
-        _print_speed(result)
-
-
-def _print_speed(result: dict[str, Any]) -> None:
-    print(f"calibrate `{result['model']}`  {result['calibrate_seconds']:.1f} s")
-    print(
-        f"planner, {result['planner_entries']:,} entries  {result['planner_seconds'] * 1e3:.2f} ms"
-    )
-    for row in result["tokens_per_second"]:
-        print(
-            f"batch {row['batch_size']}, {row['input_len']} + {row['output_len']} tokens  "
-            f"{row['pw']:.0f} tokens/s at {result['mean_bits']:.2f} bits, "
-            f"transformers {row['transformers']:.0f}, ratio {row['pw'] / row['transformers']:.2f}"
-        )
+        print(describe(result))
 
 
 class _BenchGroup(TyperGroup):

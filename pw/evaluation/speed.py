@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -174,3 +174,18 @@ def _median_seconds(run: Callable[[], None], repeats: int) -> float:
         run()
         seconds.append(time.perf_counter() - started)
     return statistics.median(seconds)
+
+
+def describe(result: Mapping[str, Any]) -> str:
+    """A comparison with transformers, a line for each figure."""
+    lines = [
+        f"calibrate `{result['model']}`  {result['calibrate_seconds']:.1f} s",
+        f"planner, {result['planner_entries']:,} entries  {result['planner_seconds'] * 1e3:.2f} ms",
+    ]
+    lines += [
+        f"batch {row['batch_size']}, {row['input_len']} + {row['output_len']} tokens  "
+        f"{row['pw']:.0f} tokens/s at {result['mean_bits']:.2f} bits, "
+        f"transformers {row['transformers']:.0f}, ratio {row['pw'] / row['transformers']:.2f}"
+        for row in result["tokens_per_second"]
+    ]
+    return "\n".join(lines)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,6 +24,7 @@ def throughput(
     ignore_eos: bool,
     concurrency: int,
     percentiles: Sequence[float],
+    advance: Callable[[int], None] = lambda _: None,
 ) -> dict[str, Any]:
     """Run all requests as fast as they go.
 
@@ -33,6 +34,7 @@ def throughput(
         ignore_eos: Make all tokens asked for.
         concurrency: Requests in the engine at most: its queue is bounded.
         percentiles: Of the latencies.
+        advance: Told how many requests have ended.
 
     Raises:
         ConfigError: A prompt does not fit the engine's context.
@@ -57,6 +59,7 @@ def throughput(
             timings[output.request_id].take(now, output)
             if output.finish_reason is not None:
                 running.remove(output.request_id)
+                advance(1)
     duration = time.perf_counter() - started
     result = summarize(list(timings.values()), duration, percentiles=percentiles)
     if result["failed"]:
@@ -74,6 +77,7 @@ def latency(
     iterations: int,
     percentiles: Sequence[float],
     seed: int,
+    advance: Callable[[int], None] = lambda _: None,
 ) -> dict[str, Any]:
     """Time of a batch of equal requests that start together, over and over.
 
@@ -86,6 +90,7 @@ def latency(
     for iteration in range(warmup + iterations):
         prompts = rng.integers(vocabulary, size=(batch_size, input_len)).tolist()
         first, whole = _run_batch(engine, prompts, params)
+        advance(1)
         if iteration >= warmup:
             firsts.append(first)
             seconds.append(whole)
