@@ -25,6 +25,7 @@ PARTS = 16  # of the columns, as many as warps of products.cu
 STEP = 32  # columns
 MOST_STEPS = 8  # of a part: a lane holds what it multiplies
 MOST_ROWS = 128
+_NEIGHBOUR_BYTES = 27 << 10  # less than a block of a product or of experts needs
 _TALLY_BYTES = 4096  # at most, of MOST_ROWS experts: the counts of lists.cuh, which are static
 MOST_LISTED = 4  # tokens whose choice and lists are quicker as one block
 _MOST_CHOICES = 512  # experts of choice.cuh
@@ -210,14 +211,20 @@ def _room(like: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
 
 
 def choice(
-    x: Tensor, weight: Tensor, first: int, routing: Routing, norm: Norm | None = None
+    x: Tensor,
+    weight: Tensor,
+    first: int,
+    routing: Routing,
+    norm: Norm | None = None,
+    beside: bool = False,
 ) -> tuple[Choice, Tensor, Tensor]:
-    """See `routers.choice`."""
+    """See `routers.choice`; `beside` other launches its blocks have no neighbours."""
     others = x.new_empty(len(x), first)
     normed = x if norm is None else x.new_empty(x.shape)
     gain = None if norm is None else norm.weight.data_ptr()
     ids, weights = _room(x, routing)
     shape = (weight.shape[0], weight.shape[1])
+    alone = nvrtc.shared_bytes(nvrtc.index_of(x.device)) - _NEIGHBOUR_BYTES
 
     def launch(lists: Lists | None, size: int) -> None:
         arguments = Arguments(
@@ -228,9 +235,10 @@ def choice(
         constants = constants_of(
             shape, x.dtype, first, len(x), routing, size, norm=norm is not None
         )
+        shared = max(shared_bytes(constants), alone if beside else 0)
         kernel("router.cu", "router", constants, x.device).launch(
-            (CLUSTER,), constants["THREADS"], shared_bytes(constants),
-            arguments, Nothing() if lists is None else lists, overlap=True,
+            (CLUSTER,), constants["THREADS"], shared, arguments,
+            Nothing() if lists is None else lists, overlap=True,
         )  # fmt: skip
 
     return Choice(ids, weights, len(routing.weight), launch), others, normed

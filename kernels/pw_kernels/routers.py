@@ -37,7 +37,13 @@ class Chosen(NamedTuple):
 
 
 def choice(
-    x: Tensor, weight: Tensor, first: int, routing: Routing, norm: Norm | None = None
+    x: Tensor,
+    weight: Tensor,
+    first: int,
+    routing: Routing,
+    norm: Norm | None = None,
+    *,
+    beside: bool = False,
 ) -> Chosen:
     """Experts of each token, and what other rows of the same weight give.
 
@@ -47,10 +53,11 @@ def choice(
         first: F.
         routing: What the router does with logits that are a plain product.
         norm: Of the rows of x, or None.
+        beside: Other launches run meanwhile, which are in less of a hurry.
     """
     kernels = _cuda()
     if kernels is not None and is_one_launch(x, weight, first, routing):
-        made, others, normed = kernels.choice(x, weight, first, routing, norm)
+        made, others, normed = kernels.choice(x, weight, first, routing, norm, beside)
         return Chosen(made, None, others, normed)
     _, both, normed = products.gated_product(x, weight, 0, "silu", norm=norm)
     logits = both[:, first : first + len(routing.weight)]

@@ -211,8 +211,10 @@ class Moe:
         """Whether `_few` takes a batch: each launch where its streams part or meet waits itself."""
         assert self._route is not None
         routing = self._route.routing
+        run: Any = self._experts.pw_experts
+        fewest = 1 if is_joined(run) and run.leaves_slots() else 2  # as quick one after the other
         return (
-            len(x) <= FEW
+            fewest <= len(x) <= FEW
             and routers.is_one_launch(x, gated.others, 1, routing)
             and gated.takes_norm(x)
         )
@@ -222,7 +224,7 @@ class Moe:
         assert self._route is not None
         norm = self._norm.joined
         with urgent.apart():
-            made = routers.choice(x, gated.others, 1, self._route.routing, norm)
+            made = routers.choice(x, gated.others, 1, self._route.routing, norm, beside=True)
             routed = self._routed_slots(made.normed, made.ids, made.weights, summed=False)
         shared = products.product(gated.activated_beside(x), self._down, beside=True)
         urgent.meet()

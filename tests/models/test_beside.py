@@ -16,12 +16,13 @@ from torch import Tensor
 from pw.models import beside, skeleton
 from pw.models.beside import fork_shared_experts, opened
 from pw.models.checkpoint import Checkpoint
-from pw.models.experts import expert_modules
+from pw.models.experts import JoinedExperts, bind_experts, expert_modules
 from pw.models.flat import FlatDecoder
-from pw.models.flat_parts import Moe
+from pw.models.flat_parts import GatedMlp, Moe
 from pw.models.probing import probe_logits, relative_difference
 from pw.models.skeleton import general_forward, load_skeleton
 from pw.models.testing import KINDS, make_checkpoint
+from pw_kernels import routers
 
 INTERPRETED = os.environ["TRITON_INTERPRET"] == "1"
 FORKED = {"deepseek_v2", "deepseek_v3", "glm4_moe"}
@@ -183,9 +184,34 @@ def test_a_device_has_one_other_stream_whatever_it_is_called(
     assert beside.side_stream(torch.device("cpu")) is None
 
 
+class Slots(JoinedExperts):
+    """Experts that leave their sums to the caller, or do not."""
+
+    def __init__(self, leaves: bool) -> None:
+        self.leaves = leaves
+
+    def leaves_slots(self) -> bool:
+        return self.leaves
+
+
+@pytest.mark.parametrize(
+    ("leaves", "tokens", "taken"),
+    [(True, 1, True), (False, 1, False), (False, 2, True), (True, 8, True), (True, 9, False)],
+)
+def test_one_token_is_as_quick_on_one_stream_where_experts_leave_no_slots(
+    leaves: bool, tokens: int, taken: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = load("qwen2_moe", tmp_path, monkeypatch)
+    monkeypatch.setattr(routers, "is_one_launch", lambda *_: True)  # as on a GPU
+    monkeypatch.setattr(GatedMlp, "takes_norm", lambda *_: True)
+    bind_experts(model, Slots(leaves))
+    moe = FlatDecoder(model, kernels=True)._layers[0]._mlp
+    assert moe._takes_few(torch.zeros(tokens, 8), moe._gated) == taken
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(INTERPRETED, reason="needs TRITON_INTERPRET=0 and a GPU")
-@pytest.mark.parametrize("tokens", [1, 3, 8])
+@pytest.mark.parametrize("tokens", [2, 3, 8])
 def test_few_tokens_on_two_streams_of_a_graph(tokens: int, tmp_path: Path) -> None:
     make_checkpoint("qwen2_moe", tmp_path)
     skeleton = load_skeleton(Checkpoint.open(tmp_path), torch.bfloat16, "cuda")
