@@ -60,8 +60,8 @@ def choose_plan(tokens: int, heads: int, kv_heads: int, size: int) -> Plan | Non
     if size not in SIZES or heads // kv_heads > MOST_GROUP or pairs > _PLACES:
         return None
     fill = next(n for n in _CLUSTERS if n * pairs <= _PLACES)
-    if size <= 128:
-        return Plan(max(fill, 2), units=3, blocks=2)
+    if size <= 128:  # two blocks beside each other, where clusters are large or blocks many
+        return Plan(2, units=4, blocks=1) if fill == 2 else Plan(max(fill, 2), units=3, blocks=2)
     alone = next(n for n in _CLUSTERS if n * pairs <= (_WITH_ROOM if n > 2 else _PLACES))
     if size == 512:
         return Plan(alone, units=5, blocks=1)

@@ -105,7 +105,11 @@ def choose_plan(
             pair = replace(plan, height=2)
             return pair if plan.blocks * pair.shared_bytes(cols, norm) <= room else plan
         if warps <= 8:
-            height = 3 if tiles > 3 * _PLACES else 2 if tiles > 2 * _PLACES and tokens > 4 else 1
+            full = 0.95 if tokens <= 4 else 1.0  # of a round, which leaves attention room to begin
+            if tiles > 3 * full * _PLACES:
+                height = 3
+            else:
+                height = 2 if tiles > 2 * _PLACES and tokens > 4 else 1
         else:
             height = -(-tiles // _PLACES) if tiles <= 3 * _PLACES else 1
         blocks = 2 if warps <= 8 else 1
