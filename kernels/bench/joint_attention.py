@@ -109,8 +109,8 @@ class Inputs:
         """Whether one launch is taken."""
         return bool(
             cuda_joint_attention.fits(
-                self.rows[0], self.rows[1], self.arena[:, 0], self.arena[:, 1], self.tables[0],
-                self.rotation["shared_values"],
+                *self.rows, self.arena[:, 0], self.arena[:, 1], self.tables[0],
+                self.rotation["norm"], self.rotation["shared_values"],
             )
         )  # fmt: skip
 

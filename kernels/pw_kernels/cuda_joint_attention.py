@@ -34,9 +34,11 @@ _MOST_STRIDE = 1 << 31
 def fits(
     qkv: Tensor,
     cos: Tensor,
+    sin: Tensor,
     k_pages: Tensor,
     v_pages: Tensor,
     block_tables: Tensor,
+    norm: Tensor | None,
     shared_values: bool,
 ) -> bool:
     """Whether the kernel can take a call, and is the faster way."""
@@ -44,15 +46,17 @@ def fits(
     heads = _heads(qkv, k_pages, shared_values)
     plan = choose_plan(len(qkv), heads, kv_heads, size)
     return (
-        qkv.device.type == "cuda"
+        _on_a_gpu(qkv)
         and plan is not None
         and 0 < len(qkv) == len(block_tables)
         and cos.shape[1] == v_pages.shape[3] == size
         and qkv.dtype in _DTYPES
-        and qkv.dtype == cos.dtype == k_pages.dtype == v_pages.dtype
+        and qkv.dtype == cos.dtype == sin.dtype == k_pages.dtype == v_pages.dtype
+        and cos.stride() == sin.stride()
+        and (norm is None or (norm.dtype == qkv.dtype and norm.is_contiguous()))
         and block_tables.stride(1) == 1
         and all(_aligned(tensor, 8) for tensor in (k_pages, v_pages))
-        and all(_aligned(tensor, 2) for tensor in (qkv, cos))
+        and all(_aligned(tensor, 2) for tensor in (qkv, cos, sin))
         and torch.cuda.get_device_capability(qkv.device) >= _LEAST_CAPABILITY
         and shared_bytes(constants_of(plan, heads, kv_heads, size, page_tokens, qkv.dtype))
         <= nvrtc.shared_bytes(nvrtc.index_of(qkv.device))
@@ -102,6 +106,10 @@ def attend(
         overlap=True,
     )  # fmt: skip
     return out
+
+
+def _on_a_gpu(x: Tensor) -> bool:
+    return x.device.type == "cuda"
 
 
 def _heads(qkv: Tensor, k_pages: Tensor, shared_values: bool) -> int:

@@ -63,7 +63,8 @@ def attend(
         [T, Hq, D]; zeros without a query.
     """
     cuda = _cuda() if qkv.device.type == "cuda" else None
-    if cuda is not None and cuda.fits(qkv, cos, k_pages, v_pages, block_tables, shared_values):
+    given = (qkv, cos, sin, k_pages, v_pages, block_tables)
+    if cuda is not None and cuda.fits(*given, norm, shared_values):
         return cuda.attend(  # type: ignore[no-any-return]
             qkv, cos, sin, k_pages, v_pages, block_tables, query_start, seq_lens, scale=scale,
             norm=norm, epsilon=epsilon, shared_values=shared_values, window=window,

@@ -114,6 +114,35 @@ def test_without_a_kernel_the_door_takes_the_parts(options: dict[str, Any]) -> N
     assert torch.equal(case.arena, arena)
 
 
+def test_the_kernel_takes_what_it_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(nvrtc, "shared_bytes", lambda _: 227 << 10)
+    monkeypatch.setattr(nvrtc, "index_of", lambda _: 0)
+    monkeypatch.setattr(cuda, "_on_a_gpu", lambda _: True)
+    case = Step([9, 5], 4, 2, 64, torch.bfloat16, "cpu", normed=1)
+    rows, cos, sin, keys, values = case.given()
+    tables, norm = case.where[0], case.more["norm"]
+
+    def fits(**other: Any) -> bool:
+        given = {"qkv": rows, "cos": cos, "sin": sin, "k_pages": keys, "v_pages": values}
+        given |= {"block_tables": tables, "norm": norm, "shared_values": False}
+        return bool(cuda.fits(**(given | other)))
+
+    assert fits()
+    assert fits(norm=None)
+    assert not fits(norm=norm.float())
+    assert not fits(norm=norm.t().contiguous().t())
+    assert not fits(sin=sin.float())
+    assert not fits(sin=sin.t().contiguous().t())
+    assert not fits(cos=cos[:, :32], sin=sin[:, :32])
+    assert not fits(block_tables=tables[:1])
+    assert not fits(block_tables=tables.t().contiguous().t())
+    assert not fits(v_pages=values.float())
+    assert not fits(qkv=rows.float())
+    monkeypatch.setattr(nvrtc, "shared_bytes", lambda _: 32 << 10)
+    assert not fits()
+
+
 @pytest.mark.parametrize(
     ("capability", "shapes"), [(90, SHAPES[2:4]), (100, SHAPES[5:]), (120, SHAPES[4:5])]
 )
@@ -181,7 +210,7 @@ def test_on_a_gpu(heads: int, kv_heads: int, size: int, dtype: torch.dtype, coun
     lengths = [*(1030, 1, 3000, 513, 64, 65, 1024)[: count - 1], 9]
     normed, shared = {64: (1, False), 256: (2, False), 512: (2, True)}.get(size, (0, False))
     case = Step(lengths, heads, kv_heads, size, dtype, "cuda", normed, shared)
-    assert cuda.fits(case.rows, case.cos, *case.given()[3:], case.where[0], shared)
+    assert cuda.fits(*case.given(), case.where[0], case.more.get("norm"), shared)
     for options in ({}, {"window": 600, "softcap": 5.0}):
         found, after = case.run(**options)
         want, arena = case.expected(**options)
