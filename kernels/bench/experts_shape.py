@@ -12,7 +12,7 @@ import prompts
 import torch
 from torch import Tensor
 
-from pw_kernels import cuda_moe, cuda_prompts, reference
+from pw_kernels import cuda_prompts, reference
 from pw_kernels.bitplane import MAX_BITS
 
 Batch = tuple[Tensor, Tensor, Tensor]
@@ -68,8 +68,8 @@ class Shape:
         tokens = len(batch[0])
         if self.is_prompt(tokens):
             return prompts.run(self.layer, batch, "chosen", overlap=False)
-        narrow = self.layer.blocks["gate_up"].pages.widths[0] <= cuda_moe.REGISTER_BITS
-        return self.layer.run(batch, moe.kept_apart(self.model, tokens, narrow))
+        widths = self.layer.blocks["gate_up"].pages.widths
+        return self.layer.run(batch, moe.kept_apart(self.model, tokens, widths))
 
     def touched(self, tokens: int) -> list[set[int]]:
         """Experts that each batch goes to."""

@@ -254,17 +254,19 @@ def dense_layer(layer: Layer, batch: tuple[Tensor, Tensor, Tensor]) -> Tensor:
     return cuda_dense.dense_moe(*batch, gate_up, down, activation="silu")
 
 
-def kept_apart(model: Model, tokens: int, narrow: bool = True) -> cuda_moe.Plan | None:
+def kept_apart(
+    model: Model, tokens: int, widths: tuple[int, int] = (MIN_BITS, MAX_BITS)
+) -> cuda_moe.Plan | None:
     """The plan that would be chosen, but no launch begins before the last has ended.
 
-    None where another form than that of decode steps is chosen. `narrow`: as for `choose_plan`.
+    None where another form than that of decode steps is chosen. `widths`: as for `choose_plan`.
     """
     slots = tokens * model.top_k
     if cuda_prompts.wins(slots, model.experts, torch.device("cuda", 0)):
         return None  # the form for prompts: see prompts.py
     if slots >= cuda_moe.PROMPT_SLOTS * model.experts:
         return None
-    plan = cuda_moe.choose_plan(slots, model.experts, nvrtc.shared_bytes(0), narrow)
+    plan = cuda_moe.choose_plan(slots, model.experts, nvrtc.shared_bytes(0), widths)
     return replace(plan, overlap=False)
 
 

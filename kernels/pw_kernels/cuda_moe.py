@@ -1,10 +1,10 @@
 """Fused MoE in CUDA C++ compiled at run time: the fast form on NVIDIA GPUs.
 
 Launches: `route` (tokens to experts, work lists, statistics; not for a single token), then gate_up
-and down once per class of width (2-4 bits decode in registers, 5-8 through shared memory), then
-`combine`. Each block of a launch finds its expert, width and pages on the device, so widths mix
-freely and a captured CUDA graph stays valid while they change. Grids depend on shapes alone. The
-kernels are in `moe.cu` and `routing.cu`.
+and down once per class of width (2-4 bits decode in registers, 5-8 through shared memory; one class
+where no block can have more than 6), then `combine`. Each block of a launch finds its expert, width
+and pages on the device, so widths mix freely and a captured CUDA graph stays valid while they
+change. Grids depend on shapes alone. The kernels are in `moe.cu` and `routing.cu`.
 
 Axes as in `reference.py`. A group is up to 8 * token_tiles slots of one expert, a slot one
 (token, expert) pair, S = T * k of them.
@@ -37,6 +37,7 @@ PROMPT_SLOTS = 200  # of each expert, on average: from here blocks are expanded 
 MOST_EXPERTS = 1024  # one thread of `route` each
 LEAST_BITS = 2
 REGISTER_BITS = 4  # widest width whose tables are in registers, most of them
+_MOST_WITH_NARROW = 6  # bits whose tables blocks of four warps have room for
 _MMA_TOKENS = 8
 _LANES = 32
 _TABLES = 64 << 10  # bytes of shared memory for tables of wider ones
@@ -112,24 +113,33 @@ def fits(
     )
 
 
-def choose_plan(slots: int, experts: int, shared_bytes: int = _ROOMY, narrow: bool = False) -> Plan:
+def choose_plan(
+    slots: int,
+    experts: int,
+    shared_bytes: int = _ROOMY,
+    widths: tuple[int, int] = (LEAST_BITS, MAX_BITS),
+) -> Plan:
     """The plan for S slots over E experts.
 
     Args:
         slots: S.
         experts: E.
         shared_bytes: Shared memory that a block can have on this GPU.
-        narrow: Blocks can have widths up to REGISTER_BITS.
+        widths: Least and greatest that a block can have.
     """
-    few = 4 * slots <= experts or (2 * slots <= experts and not narrow)
+    few = 4 * slots <= experts or (2 * slots <= experts and widths[0] > REGISTER_BITS)
     if few:  # blocks: more warps on each, and one launch for all widths
         return Plan(1, Tuning(4, 2), None, direct=True)
+    roomy, most = shared_bytes >= _ROOMY, widths[1]
     if slots <= 6 * experts:
+        if roomy and widths[0] < _MOST_WITH_NARROW and most <= _MOST_WITH_NARROW:
+            return Plan(1, Tuning(2, 5), None)
         return Plan(1, Tuning(2, 5), Tuning(4, 2, items=2, queue=True))
-    if shared_bytes < _ROOMY:
+    if not roomy:
         return Plan(2, Tuning(2, 4), Tuning(2, 2, items=2, queue=True))
     if slots <= 24 * experts:
-        return Plan(2, Tuning(2, 4), Tuning(4, 2, items=2, queue=True))
+        wide = None if most <= _MOST_WITH_NARROW else Tuning(4, 2, items=2, queue=True)
+        return Plan(2, Tuning(2, 4), wide)
     return Plan(4, Tuning(2, 3), Tuning(4, 1, items=2, queue=True))
 
 
@@ -174,8 +184,9 @@ def fused_moe(
             gate_up_bias=gate_up_bias, down_bias=down_bias, statistics=statistics, live=live,
         )  # fmt: skip
     if plan is None:
-        narrow = min(gate_up.widths[0], down.widths[0]) <= REGISTER_BITS
-        plan = choose_plan(count, experts, nvrtc.shared_bytes(device.index or 0), narrow)
+        least, most = zip(gate_up.possible_widths, down.possible_widths, strict=True)
+        widths = min(least), max(most)
+        plan = choose_plan(count, experts, nvrtc.shared_bytes(device.index or 0), widths)
     direct = plan.direct and tokens == 1
     modules = (gate_up, down)
     if direct:
@@ -339,4 +350,7 @@ def _shared_bytes(bits: int, plan: Plan, tuning: Tuning, halved: bool = False) -
         and warps % (2 * tiles) == 0
     ):
         tiles *= 2
-    return tiles * cuda_prefill.table_bytes(bits) + (2 * parts if tiles == 1 else parts)
+    tables, strip = tiles * (256 << bits), tiles * TILE_ROWS * ((2 << bits) + 16)
+    if tiles == 2 * tuning.items:  # nothing more comes to the strip
+        return tables + max(strip, parts)
+    return tables + strip + (2 * parts if tiles == 1 else parts)

@@ -122,7 +122,7 @@ def route(
         ids, weights = topk_ids.contiguous(), topk_weights.float().contiguous()
         launch = partial(_launch, ids, experts)
     count, device = ids.numel(), ids.device
-    groups = min(count, count // size + experts)
+    groups = most_groups(count, experts, size)
     sizes = [8 * groups, 8 * groups, size * groups, count, experts, groups + _QUEUES]
     scratch = torch.empty(sum(sizes), dtype=torch.int32, device=device)
     if nvrtc.rehearsing():
@@ -140,6 +140,11 @@ def route(
     launch(arguments, size)
     work = (gate_up.view(2, groups, 4), down.view(2, groups, 4))
     return Routed(work, slots.view(groups, size), counts, ids, weights, live, progress)
+
+
+def most_groups(count: int, experts: int, size: int) -> int:
+    """Groups that so many slots can come to: an expert's first slot begins one, then `size` do."""
+    return min(count, experts + max(count - experts, 0) // size)
 
 
 def _launch(ids: Tensor, experts: int, lists: Lists, size: int) -> None:

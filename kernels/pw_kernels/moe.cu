@@ -343,14 +343,22 @@ template <int B> DI int run_low(const Arguments& a, int4 work, int item, unsigne
       UNROLL for (int p = 0; p < B; p++) copy_words(p, stage, planes.at(p, tile + kt) + block * 8);
     }
   };
-  auto fetch_inputs = [&](int ahead, int kt, u32 stage) {
+  // Where shared memory is busiest, by lanes that have a token: what lies there for the others is multiplied, too, and nobody
+  // looks at those sums.
+  constexpr bool PRESENT = B != 3 || NT > 1;
+  auto fetch_inputs = [&](bool wanted, int ahead, int kt, u32 stage) {
     UNROLL for (int n = 0; n < NT; n++)
-      UNROLL for (int s = 0; s < 4; s++)
-        copy_async(to_inputs + stage + (s * NT + n) * 512, from_x[n] + ahead * WK * 256 + s * 64, inputs.size(n, kt, s, lane));
+      if (wanted && (!PRESENT || inputs.bytes[n]))
+        UNROLL for (int s = 0; s < 4; s++) {
+          u32 at = to_inputs + stage + (s * NT + n) * 512;
+          u64 from = from_x[n] + ahead * WK * 256 + s * 64;
+          if constexpr (PRESENT && COLS % 128 == 0) copy_async(at, from);
+          else copy_async(at, from, inputs.size(n, kt, s, lane));
+        }
   };
   if (wk < COL_TILES) fetch_planes(0, wk, 0);
   inputs_ready(a, group);
-  if (wk < COL_TILES) fetch_inputs(0, wk, 0);
+  fetch_inputs(wk < COL_TILES, 0, wk, 0);
   commit();
   wait<0>();
   __syncthreads();
@@ -381,10 +389,9 @@ template <int B> DI int run_low(const Arguments& a, int4 work, int item, unsigne
   Sums acc;
   clear(acc);
   auto turn = [&](int stage, int kt) {
-    if (kt + WK < COL_TILES) {
-      fetch_planes(stage + 1, kt + WK, (1 - stage) * STAGE);
-      fetch_inputs(stage + 1, kt + WK, (1 - stage) * STAGE);
-    }
+    bool more = kt + WK < COL_TILES;
+    if (more) fetch_planes(stage + 1, kt + WK, (1 - stage) * STAGE);
+    fetch_inputs(more, stage + 1, kt + WK, (1 - stage) * STAGE);
     commit();
     wait<1>();
     const Words* loaded = reinterpret_cast<const Words*>(stages + stage * STAGE) + lane;
@@ -509,7 +516,8 @@ template <int B> DI int run_high(const Arguments& a, int4 work, int item, unsign
   int thread = this_thread(), lane = thread & 31, warp = thread >> 5, group = work.x, expert = work.y, mine = warp / SPLIT, wk = warp % SPLIT;
   int block = HALVED ? item & 1 : 0, first = HALVED ? item & ~1 : 2 * item, last = min(first + 2 * ITEMS, (ROW_TILES + 1) / 2 * 2);
   unsigned char* strip = shared + TILES * (ROW_BLOCKS * LINE << B);
-  float* parts = reinterpret_cast<float*>(strip + Fill<B, TILES>::BYTES);  // [WARPS, or 2 * WARPS if TILES is 1][SUMS][32]
+  // [WARPS, or 2 * WARPS if TILES is 1][SUMS][32]; in the strip, if nothing more comes there
+  float* parts = reinterpret_cast<float*>(strip + (TILES == 2 * ITEMS ? 0 : Fill<B, TILES>::BYTES));
   u32 at = lane * 4 + mine * (LINE << B);
   Planes planes(a, expert, lane);
   Words loaded[B];
@@ -604,7 +612,8 @@ template <int B> DI void expand_block(const Arguments& a, int4 work, u16* out, u
     }
   }
 }
-#define EACH_WIDTH TAKE(2) TAKE(3) TAKE(4) TAKE(5) TAKE(6) TAKE(7) TAKE(8)
+// The compiler lays the last one out first. Narrow widths that came behind the long code of wide ones cost a mix of few tokens a fifth.
+#define EACH_WIDTH TAKE(8) TAKE(7) TAKE(6) TAKE(5) TAKE(4) TAKE(3) TAKE(2)
 
 #if EXPAND
 // scratch [blocks in y, ROWS, COLS] = the blocks of experts from `first` on, those that have tokens

@@ -15,6 +15,7 @@ nvrtc = pytest.importorskip(
     "pw_kernels.nvrtc", reason="needs cuda-bindings, as torch's CUDA builds"
 )
 cuda_moe = pytest.importorskip("pw_kernels.cuda_moe")
+cuda_routing = pytest.importorskip("pw_kernels.cuda_routing")
 
 on_gpu = pytest.mark.skipif("os.environ['TRITON_INTERPRET'] == '1'", reason="TRITON_INTERPRET=1")
 BLOCK = {
@@ -85,11 +86,33 @@ def test_machine_code_is_compiled_once(
 
 @pytest.mark.parametrize("slots", [1, 32, 128, 512, 2048, 20000])
 @pytest.mark.parametrize("room", [99 << 10, 227 << 10])
-def test_the_chosen_plan_fits_the_gpu(slots: int, room: int) -> None:
-    plan = cuda_moe.choose_plan(slots, 60, room)
+@pytest.mark.parametrize("widths", [(2, 8), (2, 6)])
+def test_the_chosen_plan_fits_the_gpu(slots: int, room: int, widths: tuple[int, int]) -> None:
+    plan = cuda_moe.choose_plan(slots, 60, room, widths)
     for low, high, tuning in plan.classes:
-        for bits in range(low, high + 1):
+        for bits in range(max(low, widths[0]), min(high, widths[1]) + 1):
             assert cuda_moe._shared_bytes(bits, plan, tuning) <= room
+
+
+@pytest.mark.parametrize(
+    ("widths", "room", "launches"),
+    [((2, 6), 227, 1), ((5, 5), 227, 1), ((2, 8), 227, 2), ((6, 6), 227, 2), ((2, 6), 99, 2)],
+)
+def test_widths_up_to_6_bits_are_one_launch(
+    widths: tuple[int, int], room: int, launches: int
+) -> None:
+    plan = cuda_moe.choose_plan(128, 60, room << 10, widths)
+    assert len(plan.classes) == launches
+    if launches == 1:  # all blocks of a multiprocessor find room: 1 KB of each is the driver's
+        places = 228 // plan.low.blocks - 1
+        most = max(cuda_moe._shared_bytes(b, plan, plan.low) for b in range(2, 7))
+        assert most <= places << 10
+
+
+@pytest.mark.parametrize(("count", "experts", "size"), [(5, 7, 8), (16, 7, 8), (128, 60, 8)])
+def test_lists_have_room_for_the_most_groups(count: int, experts: int, size: int) -> None:
+    alone = min(count, experts)  # experts with one slot; full groups behind them need `size` more
+    assert cuda_routing.most_groups(count, experts, size) == alone + (count - alone) // size
 
 
 @pytest.mark.parametrize(
@@ -223,6 +246,14 @@ def test_a_single_token_without_a_list() -> None:
 @pytest.mark.parametrize("shape", [(704, 704), (1024, 768), (2816, 704), (2048, 1408), (200, 32)])
 def test_shapes_of_real_models_with_the_chosen_plan(shape: tuple[int, int], tokens: int) -> None:
     Call([2, 5, 3, 8], *shape, tokens=tokens, page_bytes=32768).check()
+
+
+@pytest.mark.gpu
+@on_gpu
+def test_blocks_that_never_have_more_than_6_bits() -> None:
+    call = Call([2, 5, 3, 6, 4], 2048, 1408, tokens=9, page_bytes=32768)
+    call.blocks = [replace(pages, widths=(2, 6)) for pages in call.blocks]
+    call.check()
 
 
 @pytest.mark.gpu

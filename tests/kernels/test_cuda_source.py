@@ -70,8 +70,9 @@ def pointers(*tensors: torch.Tensor) -> list[int]:
 class Case:
     """Blocks of every width, tokens of random experts, and what the kernel should give."""
 
-    def __init__(self, gated: bool, tokens: int, top_k: int) -> None:
-        self.rows, self.cols = (192, 264) if gated else (160, 392)
+    def __init__(self, gated: bool, tokens: int, top_k: int, cols: int | None = None) -> None:
+        rows, most = (192, 264) if gated else (160, 392)
+        self.rows, self.cols = rows, cols or most
         self.gated, self.top_k, self.count = gated, top_k, tokens * top_k
         self.arena, self.placed, self.constants = blocks(self.rows, self.cols)
         self.constants |= {"TOP_K": top_k, "GATED": int(gated)}
@@ -120,6 +121,8 @@ class Case:
     [
         {},
         {"NT": 2, "WK": 2, "HIGH": 4},
+        {"WK": 2, "HIGH": 6},
+        {"WK": 2, "HIGH": 2, "COLS": 384},
         {"ITEMS": 2, "LOW": 5},
         {"ITEMS": 2, "LOW": 5, "QUEUED": 200 << 10},
     ],
@@ -127,7 +130,7 @@ class Case:
 def test_every_width_of_the_decode_kernel(
     tmp_path: Path, gated: bool, constants: dict[str, int]
 ) -> None:
-    case = Case(gated, tokens=12, top_k=3)
+    case = Case(gated, tokens=12, top_k=3, cols=constants.get("COLS"))
     defines = case.constants | constants
     groups, work, size = [], [], SLOTS * defines["NT"]
     low = defines["LOW"]
