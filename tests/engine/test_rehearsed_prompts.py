@@ -55,5 +55,5 @@ def test_they_have_the_shapes_that_attention_is_compiled_for(
     rehearse_prompts(parts.skeleton, parts.runner._experts, parts.kv)
     longest = parts.kv.block_tables[0].shape[2] * parts.kv.shapes[0].tokens_per_page
     assert list(dict.fromkeys(found)) == [
-        (128, 128), (few, few), (few, min(longest, 4096 + few)),
+        (128, 128), (few, few), (few, min(longest, 4096 + few)), (8, 8), (4, 4),
     ]  # fmt: skip

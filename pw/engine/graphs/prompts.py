@@ -1,7 +1,7 @@
 """Prompts that nobody sent: they make a new engine compile and load what prompts need.
 
-Which kernels attention takes depends on how many tokens a step has and how long its sequences are,
-so there are a few of them. What they write goes nowhere, and no expert counts them.
+Which kernels attention and products take depends on how many tokens a step has and how long its
+sequences are, so there are a few of them. What they write goes nowhere, and no expert counts them.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from pw.models.slicing import ranks_apart
 
 _FEW = 96  # tokens: too few to fill a GPU
 _LONG = 4096  # tokens before them, over which attention is split
+_LEFT = (8, 4)  # tokens of what chunks leave; captured steps of so many take other products
 
 
 class _NobodysPrompt(StepBatch):
@@ -43,7 +44,7 @@ class _NobodysPrompt(StepBatch):
 
 @torch.inference_mode()
 def rehearse_prompts(skeleton: Skeleton, experts: RoutedExperts, kv: KvCache) -> None:
-    """Run the largest chunk of a prompt, a small one, and a small one behind a long context.
+    """Run the largest chunk of a prompt, a small one, one behind a long context, and ends of some.
 
     Each of several ranks does so by itself: one at which it breaks leaves no other waiting.
 
@@ -59,7 +60,9 @@ def rehearse_prompts(skeleton: Skeleton, experts: RoutedExperts, kv: KvCache) ->
     chunk = min(kv.chunk_tokens, longest)
     sequences = kv.block_tables[0].shape[0]
     few = min(max(_FEW, sequences + 1), chunk)  # more than a decode step has
-    for tokens, context in ((chunk, 0), (few, 0), (few, min(_LONG, longest - few))):
+    passes = [(chunk, 0), (few, 0), (few, min(_LONG, longest - few))]
+    passes += [(min(left, chunk), 0) for left in _LEFT]
+    for tokens, context in passes:
         batch = _NobodysPrompt(tokens, context, kv, skeleton.device)
         experts.batch = batch
         try:
