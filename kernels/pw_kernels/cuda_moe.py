@@ -38,6 +38,7 @@ MOST_EXPERTS = 1024  # one thread of `route` each
 LEAST_BITS = 2
 REGISTER_BITS = 4  # widest width whose tables are in registers, most of them
 _MOST_WITH_NARROW = 6  # bits whose tables blocks of four warps have room for
+_FIVE_BLOCKS = 210 << 10  # bytes of shared memory where five such blocks find room
 _MMA_TOKENS = 8
 _LANES = 32
 _TABLES = 64 << 10  # bytes of shared memory for tables of wider ones
@@ -130,16 +131,16 @@ def choose_plan(
     few = 4 * slots <= experts or (2 * slots <= experts and widths[0] > REGISTER_BITS)
     if few:  # blocks: more warps on each, and one launch for all widths
         return Plan(1, Tuning(4, 2), None, direct=True)
-    roomy, most = shared_bytes >= _ROOMY, widths[1]
-    if slots <= 6 * experts:
-        if roomy and widths[0] < _MOST_WITH_NARROW and most <= _MOST_WITH_NARROW:
-            return Plan(1, Tuning(2, 5), None)
-        return Plan(1, Tuning(2, 5), Tuning(4, 2, items=2, queue=True))
-    if not roomy:
+    wide: Tuning | None = Tuning(4, 2, items=2, queue=True)
+    together = widths[1] <= _MOST_WITH_NARROW
+    if slots <= 6 * experts:  # 6 bits alone are quicker by themselves
+        if together and widths[0] < _MOST_WITH_NARROW and shared_bytes >= _FIVE_BLOCKS:
+            wide = None
+        return Plan(1, Tuning(2, 5), wide)
+    if shared_bytes < _ROOMY:
         return Plan(2, Tuning(2, 4), Tuning(2, 2, items=2, queue=True))
     if slots <= 24 * experts:
-        wide = None if most <= _MOST_WITH_NARROW else Tuning(4, 2, items=2, queue=True)
-        return Plan(2, Tuning(2, 4), wide)
+        return Plan(2, Tuning(2, 4), None if together else wide)
     return Plan(4, Tuning(2, 3), Tuning(4, 1, items=2, queue=True))
 
 

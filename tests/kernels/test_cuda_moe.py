@@ -96,7 +96,7 @@ def test_the_chosen_plan_fits_the_gpu(slots: int, room: int, widths: tuple[int, 
 
 @pytest.mark.parametrize(
     ("widths", "room", "launches"),
-    [((2, 6), 227, 1), ((5, 5), 227, 1), ((2, 8), 227, 2), ((6, 6), 227, 2), ((2, 6), 99, 2)],
+    [((2, 6), 227, 1), ((5, 5), 227, 1), ((2, 8), 227, 2), ((6, 6), 227, 2), ((2, 6), 163, 2)],
 )
 def test_widths_up_to_6_bits_are_one_launch(
     widths: tuple[int, int], room: int, launches: int
