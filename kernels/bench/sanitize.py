@@ -103,10 +103,11 @@ def decode() -> None:
     layer = Layer()
     options: dict[str, Any] = {"lut_dtype": torch.bfloat16, "activation": "silu"}
     statistics = torch.zeros(2, 7, device="cuda")
-    for tokens, slots in ((1, 1), (5, 14), (40, 80), (60, 28 * 7)):  # every plan there is
-        plan = cuda_moe.choose_plan(slots, 7)
+    sizes = ((1, 1, 8), (5, 14, 8), (5, 14, 6), (40, 80, 8), (60, 28 * 7, 8))  # every plan there is
+    for tokens, slots, most in sizes:
+        plan = cuda_moe.choose_plan(slots, 7, 227 << 10, (2, most))
         layer.check(
-            f"{tokens} tokens", tokens,
+            f"{tokens} tokens, launches for up to {most} bits", tokens,
             lambda *args, plan=plan: cuda_moe.fused_moe(
                 *args, **options, statistics=statistics, plan=plan
             ),
