@@ -22,12 +22,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from pw.engine import Engine
 from pw.engine import experts as experts_module
 from pw.engine import runner as runner_module
-from pw.engine.graphs import start
+from pw.engine.graphs import batch, start
 from pw.engine.graphs.capture import Step, eager
 from pw.engine.graphs.decode import DecodeSteps, bucket_sizes
 from pw.engine.request import SamplingParams
 from pw.engine.sequence import Chunk
 from pw.engine.start import build
+from pw.models import flat
+from pw.models.flat_attention import FlatAttention
 from support.engines import make_artifact, open_engine, random_prompt, tight_budget
 
 LENGTHS = (45, 1, 17, 30, 2, 64, 9)
@@ -93,6 +95,34 @@ def test_architectures_decode_in_fixed_shapes(kind: str, tmp_path: Path) -> None
     sizes = with_steps(engine)
     assert_same(engine.generate(prompts, params), expected, exact=False)
     assert {3, 5, 6, 7} & set(sizes)  # some were padded
+    engine.check_integrity()
+
+
+@pytest.mark.parametrize("kind", ["qwen2_moe_window", "qwen3_moe"])
+def test_steps_rotate_store_and_attend_in_one_call_as_on_a_gpu(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, artifact = make_artifact(kind, tmp_path)
+    prompts, params = requests()
+    expected = open_engine(artifact, "static:4").generate(prompts, params)
+    calls = []
+
+    class OnGpu(FlatAttention):
+        def __init__(self, attention: Any, norm: Any, _: bool) -> None:
+            super().__init__(attention, norm, kernels=True)
+
+    attend = batch.joint_attention.attend
+
+    def watched(*args: Any, **options: Any) -> Tensor:
+        calls.append(len(args[0]))
+        return attend(*args, **options)
+
+    monkeypatch.setattr(flat, "FlatAttention", OnGpu)
+    monkeypatch.setattr(batch.joint_attention, "attend", watched)
+    engine = open_engine(artifact, "static:4")
+    with_steps(engine)
+    assert_same(engine.generate(prompts, params), expected, exact=False)
+    assert {4, 8} <= set(calls)
     engine.check_integrity()
 
 
