@@ -131,11 +131,13 @@ def routers(form: str) -> None:
     modules = tuple(Layer().blocks)
     for tokens in (5, 20):
         x = torch.randn(tokens, 512).bfloat16().cuda()
-        logits = (x.float() @ weight.float().t()).bfloat16()[:, 1:8]
+        norm = Norm(torch.rand(512).bfloat16().cuda() + 0.5, 1e-6) if form == "router" else None
+        rows = x if norm is None else step.rms_norm(x, norm.weight, norm.epsilon)
+        logits = (rows.float() @ weight.float().t()).bfloat16()[:, 1:8]
         _, want = step.choose(logits, routing, backend="torch")
         for listed in (True, False):
             if form == "router":
-                made, _ = cuda_routers.choice(x, weight, 1, routing)
+                made = cuda_routers.choice(x, weight, 1, routing, norm)[0]
             else:
                 made = cuda_routers.choose(logits, routing)
             if listed:

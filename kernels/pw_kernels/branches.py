@@ -5,7 +5,7 @@ part or meet waits for those before it to end. Here it may begin as soon as all 
 it (programmatic dependent launch). So it has to wait itself for what they write, as everything does
 that this package launches with `overlap`.
 
-Needs `cuda-bindings` 13, and compute capability 9.0; without, launches wait as they do.
+Needs `cuda-bindings`, and compute capability 9.0: before, launches wait as they do.
 """
 
 from __future__ import annotations
@@ -18,6 +18,12 @@ from cuda.bindings import driver  # type: ignore[import-not-found, import-untype
 _LEAST_CAPABILITY = 9
 
 
+def _newest(name: str) -> Any:
+    """A driver call with the data of edges: cuda-bindings 12 has it under a name of its own."""
+    names = [f"{name}_v3", f"{name}_v2", name]
+    return next(getattr(driver, each) for each in names if hasattr(driver, each))
+
+
 def overlap_next(stream: torch.cuda.Stream, after: torch.cuda.Stream) -> None:
     """In a capture, the next launch on a stream follows what another one has, and overlaps with it.
 
@@ -28,21 +34,15 @@ def overlap_next(stream: torch.cuda.Stream, after: torch.cuda.Stream) -> None:
     if torch.cuda.get_device_capability(stream.device)[0] < _LEAST_CAPABILITY:
         return
     if nodes := _last_of(after):
-        edges, flags = (
-            [_edge(node) for node in nodes],
-            driver.CUstreamUpdateCaptureDependencies_flags,
-        )
-        _done(
-            driver.cuStreamUpdateCaptureDependencies(
-                stream.cuda_stream, nodes, edges, len(nodes),
-                int(flags.CU_STREAM_SET_CAPTURE_DEPENDENCIES),
-            )
-        )  # fmt: skip
+        flags = driver.CUstreamUpdateCaptureDependencies_flags
+        update = _newest("cuStreamUpdateCaptureDependencies")
+        replace = int(flags.CU_STREAM_SET_CAPTURE_DEPENDENCIES)
+        _done(update(stream.cuda_stream, nodes, list(map(_edge, nodes)), len(nodes), replace))
 
 
 def _last_of(stream: torch.cuda.Stream) -> list[Any]:
     """What the next launch on a stream would follow; nothing, if it is not captured."""
-    status, *_, nodes, _, count = _done(driver.cuStreamGetCaptureInfo(stream.cuda_stream))
+    status, *_, nodes, _, count = _done(_newest("cuStreamGetCaptureInfo")(stream.cuda_stream))
     active = driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_ACTIVE
     return list(nodes[:count]) if status == active and count else []
 

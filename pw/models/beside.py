@@ -10,6 +10,7 @@ get is kept only if the model gives the same logits as before.
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
@@ -61,11 +62,20 @@ class SideStream:
     """
 
     def __init__(self, device: torch.device, *, urgent: bool = False) -> None:
-        self.open, self._device = False, device
+        self._thread, self._device = threading.local(), device
         self._stream = torch.cuda.Stream(  # type: ignore[no-untyped-call]
             device, priority=_URGENT if urgent else 0
         )
         self._overlap_next = _overlaps() if urgent else None
+
+    @property
+    def open(self) -> bool:
+        """Whether this thread may use it now: another one's engine may be capturing."""
+        return getattr(self._thread, "open", False)
+
+    @open.setter
+    def open(self, value: bool) -> None:
+        self._thread.open = value
 
     @contextmanager
     def apart(self) -> Iterator[None]:
@@ -86,7 +96,9 @@ class SideStream:
 
 
 def _overlaps() -> Callable[[torch.cuda.Stream, torch.cuda.Stream], None] | None:
+    """`pw_kernels.branches.overlap_next`, where what is launched behind it waits itself."""
     try:
+        import_module("pw_kernels.triton_overlap")  # else sums are torch's, which do not
         module = import_module("pw_kernels.branches")
     except ImportError:
         return None
