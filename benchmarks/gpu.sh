@@ -19,9 +19,12 @@ save() { # record command...: `pw` with what makes it write that record
 matrix() { # policies, batch sizes and contexts side by side, and transformers
 	save matrix-qwen1.5-moe bench matrix "$QWEN" --load-format dummy --device cuda \
 		--hf-overrides '{"max_position_embeddings": 32768}' --gpu-memory-utilization 0.95 \
-		--max-num-batched-tokens 2048 --steps 60 --prompt-tokens 8192 --transformers \
-		--policy static:3 --policy dense --policy adaptive:6 --policy adaptive:4 \
-		--policy adaptive:3 --policy static:4 --policy static:6
+		--max-num-batched-tokens 2048 --steps 60 --prompt-tokens 8192 --max-bits 6 --transformers \
+		--policy static:3 --policy dense --policy adaptive:4 --policy adaptive:3 --policy static:4
+	save matrix-6-bits-qwen1.5-moe bench matrix "$QWEN" --load-format dummy --device cuda \
+		--hf-overrides '{"max_position_embeddings": 32768}' --gpu-memory-utilization 0.95 \
+		--max-num-batched-tokens 2048 --steps 60 --prompt-tokens 8192 --policy static:6 \
+		--policy adaptive:6 # which has wider blocks, too: no --max-bits 6
 }
 
 model() { # config, batch sizes: contexts of 1,024
@@ -30,8 +33,8 @@ model() { # config, batch sizes: contexts of 1,024
 	for batch in "$@"; do batches+=(--batch-size "$batch"); done
 	save "matrix-$config" bench matrix "$CONFIGS/$config.json" --load-format dummy --device cuda \
 		--gpu-memory-utilization 0.95 --max-num-batched-tokens 2048 --steps 60 \
-		--context 1024 --prompt-tokens 1024 --policy static:3 --policy dense --policy adaptive:3 \
-		"${batches[@]}"
+		--context 1024 --prompt-tokens 1024 --max-bits 6 --policy static:3 --policy dense \
+		--policy adaptive:3 "${batches[@]}"
 }
 
 models() { # three other models
@@ -43,8 +46,8 @@ models() { # three other models
 kernels() { # a step by kind of kernel
 	save matrix-kernels-qwen1.5-moe bench matrix "$QWEN" --load-format dummy --device cuda \
 		--kernels --gpu-memory-utilization 0.95 --max-num-batched-tokens 2048 --steps 60 \
-		--context 1024 --prompt-tokens 1024 --policy static:3 --policy adaptive:3 --policy dense \
-		--batch-size 1 --batch-size 4 --batch-size 8 --batch-size 32
+		--context 1024 --prompt-tokens 1024 --max-bits 6 --policy static:3 --policy adaptive:3 \
+		--policy dense --batch-size 1 --batch-size 4 --batch-size 8 --batch-size 32
 }
 
 squeeze() { # memory that gets short and long again
