@@ -5,6 +5,7 @@
 
 #include <ucontext.h>
 
+#include <cstdlib>
 #include <memory>
 #include <vector>
 
@@ -18,7 +19,7 @@ extern "C" void kernel(const void* arguments);
 
 namespace {
 constexpr int STACK = 128 << 10, MOST_WARPS = 32 * CLUSTER, MEMORY = 256 << 10;
-struct Thread { ucontext_t context; bool done; long barriers, meetings, exchanges; };
+struct Thread { ucontext_t context; bool done; long barriers, meetings, waits, exchanges; };
 struct Operands { u32 words[6]; };
 std::vector<Thread> threads;
 ucontext_t scheduler;
@@ -28,9 +29,12 @@ std::vector<unsigned char> memories[CLUSTER];                   // of the blocks
 Operands offered[MOST_WARPS][2][32];
 const void* given;
 
+// A thread that has arrived waits before it arrives again or leaves: a GPU counts who leaves as having arrived.
+void all_waited() { if (threads[current].meetings != threads[current].waits) abort(); }
 void body() {
   threadIdx.x = current % block_size;
   kernel(given);
+  all_waited();
   threads[current].done = true;
   swapcontext(&threads[current].context, &scheduler);
 }
@@ -63,8 +67,11 @@ void push(u32 at, u32 rank, float value) {
   unsigned char* memory = rank == rank_in_cluster() ? dynamic : memories[rank].data();
   memcpy(memory + at - SHARED_BASE, &value, 4);
 }
-void cluster_arrive() { clusters_met++, threads[current].meetings++; }
-void cluster_wait() { while (clusters_met < (long)threads.size() * threads[current].meetings) pass_on(); }
+void cluster_arrive() { all_waited(), clusters_met++, threads[current].meetings++; }
+void cluster_wait() {
+  while (clusters_met < (long)threads.size() * threads[current].meetings) pass_on();
+  threads[current].waits = threads[current].meetings;
+}
 u32 warp_take(u32 value, int lane) { return exchange({{value}})[lane].words[0]; }
 u32 warp_vote(bool vote) {
   const Operands* all = exchange({{vote}});
