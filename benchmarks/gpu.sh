@@ -38,9 +38,9 @@ model() { # config, batch sizes: contexts of 1,024
 }
 
 models() { # three other models
+	model qwen3-30b-a3b 1 8 32
 	model mixtral-8x7b 1 4 8 32
 	model gemma-4-26b-a4b 1 8 32
-	model qwen3-30b-a3b 1 8 32
 }
 
 kernels() { # a step by kind of kernel
