@@ -114,7 +114,7 @@ def test_streams_of_a_graph_meet(tokens: int, tmp_path: Path) -> None:
     skeleton.bind_experts(lambda _, __, x, ids, weights: x * weights.sum(1, keepdim=True).to(x))
     flat: Any = skeleton.flat
     context: Any = probing._ProbeContext(probing._kv_heads(skeleton.model))
-    ids = torch.arange(tokens, device="cuda")
+    ids = torch.arange(1, tokens + 1, device="cuda")  # 0 is padding, whose embedding is zero
     positions = torch.zeros_like(ids)
     router = torch.zeros(tokens, skeleton.hidden_size, device="cuda", dtype=torch.bfloat16)
     assert all(layer._takes_few(router) == (tokens <= 8) for layer in flat._layers)
