@@ -115,12 +115,12 @@ def test_streams_of_a_graph_meet(tokens: int, tmp_path: Path) -> None:
     flat: Any = skeleton.flat
     context: Any = probing._ProbeContext(probing._kv_heads(skeleton.model))
     ids = torch.arange(1, tokens + 1, device="cuda")  # 0 is padding, whose embedding is zero
-    positions = torch.zeros_like(ids)
+    positions, keep = torch.zeros_like(ids), torch.arange(tokens, device="cuda")
     router = torch.zeros(tokens, skeleton.hidden_size, device="cuda", dtype=torch.bfloat16)
     assert all(layer._takes_few(router) == (tokens <= 8) for layer in flat._layers)
 
     def run() -> Tensor:
-        logits: Tensor = flat(ids, positions, context, ids)
+        logits: Tensor = flat(ids, positions, context, keep)
         return logits
 
     with torch.inference_mode():
