@@ -211,6 +211,18 @@ def test_a_step_is_taken_apart_by_kind_of_kernel() -> None:
     assert "| static:3, 1 x 8 | 0.002 (100.000) |" in text
 
 
+def test_kernels_of_two_streams_share_the_time_in_which_both_run() -> None:
+    runs = [
+        Run(0.0, 4.0, "attend(Arguments)", 1),
+        Run(2.0, 8.0, "product(Arguments)", 1),  # waits for the one ahead of it in its stream
+        Run(4.0, 12.0, "experts(Arguments)", 2),
+        Run(13.0, 14.0, "sum_kernel", 1),
+    ]
+    found = by_class(runs, 1)
+    wanted = {"attention": 4, "products": 2, "experts": 2 + 4, "gaps": 1, "small": 1}
+    assert found == pytest.approx({name: us / 1e3 for name, us in wanted.items()})
+
+
 def test_cells_of_more_tokens_are_not_asked_for() -> None:
     matrix = Matrix(batches=(1, 8, 64), contexts=(8192, 1024), most_tokens=65536)
     assert matrix.shapes == [(1, 1024), (8, 1024), (64, 1024), (1, 8192), (8, 8192)]

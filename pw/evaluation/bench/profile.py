@@ -6,7 +6,9 @@ copy. Gaps and small kernels have none, they only take time.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -23,7 +25,7 @@ _REPLAYS = 10
 _PRODUCTS = ("product", "gemm", "gemv", "nvjet", "cutlass", "splitk", "xmma", "cublas")
 _EXPERTS = ("experts", "expand", "route", "combine", "grouped_kernel", "combine_kernel",
             "route_kernel", "gate_up_kernel", "down_kernel")  # fmt: skip
-_ATTENTION = ("attention", "attention_kernel", "merge_kernel")
+_ATTENTION = ("attention", "attend", "attention_kernel", "merge_kernel")
 
 
 class Run(NamedTuple):
@@ -32,6 +34,7 @@ class Run(NamedTuple):
     start: float
     end: float
     name: str
+    stream: int = 0
 
 
 def kernel_class(name: str) -> str:
@@ -47,15 +50,27 @@ def kernel_class(name: str) -> str:
 def by_class(runs: Iterable[Run], replays: int) -> dict[str, float]:
     """Milliseconds of one of so many replays by class; they add up to all of its time.
 
-    A kernel that begins while others run has the time from their ends to its own.
+    Launches of a stream take turns: one that begins before the one ahead of it has ended waits for
+    that. While kernels of several streams run, each has its share of the time.
     """
-    found = dict.fromkeys(CLASSES, 0.0)
-    ordered = sorted(runs)
-    end = ordered[0].start
-    for run in ordered:
-        found[GAPS] += max(0.0, run.start - end)
-        found[kernel_class(run.name)] += max(0.0, run.end - max(run.start, end))
-        end = max(end, run.end)
+    turns: list[tuple[float, int, str]] = []  # moment, one more or less, class
+    ends = dict[int, float]()
+    for run in sorted(runs):
+        begin = max(run.start, ends.get(run.stream, run.start))
+        if run.end > begin:
+            name = kernel_class(run.name)
+            turns += [(begin, 1, name), (run.end, -1, name)]
+            ends[run.stream] = run.end
+    found, running = dict.fromkeys(CLASSES, 0.0), Counter[str]()
+    turns.sort()
+    for (moment, change, name), (later, *_) in pairwise(turns):
+        running[name] += change
+        several, passed = running.total(), later - moment
+        if not several:
+            found[GAPS] += passed
+            continue
+        for each, count in running.items():
+            found[each] += passed * count / several
     return {name: us / (1e3 * replays) for name, us in found.items()}
 
 
@@ -68,7 +83,12 @@ def kernel_milliseconds(run: Callable[[], Tensor]) -> dict[str, float]:
         torch.cuda.synchronize()
     return by_class(
         (
-            Run(event.time_range.start, event.time_range.end, event.name)
+            Run(
+                event.time_range.start,
+                event.time_range.end,
+                event.name,
+                event.device_resource_id,
+            )
             for event in seen.events() or ()
             if event.device_type == DeviceType.CUDA and not event.is_user_annotation
         ),
