@@ -1,4 +1,4 @@
-"""Norms, MLPs and experts of the flat forward pass (`pw.models.flat`), each with its residual.
+"""Norms, MLPs and experts of the flat forward passes (`pw.models.flat`), most with their residual.
 
 Axes: T tokens, H hidden, I inner, E experts.
 """
@@ -101,8 +101,13 @@ class GatedMlp:
         gate, up, rest = torch.split(linear(y, weight, bias), self._sizes, -1)
         return Gated(self._function(gate) * up, rest, y)
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether `out` can be had alone: of no bias, with an activation that the kernels know."""
+        return self._kernel is not None and self.bias is None
+
     def activated(self, y: Tensor) -> Tensor:
-        """`out` alone, of normed rows on a GPU, if there is no bias."""
+        """`out` alone, of normed rows; see `is_plain`."""
         assert self._kernel is not None
         return products.gated_product(y, self._gates, self._inner, self._kernel).out
 
@@ -158,7 +163,7 @@ class Moe:
         self._beside: Beside | None = None
         self._urgent: Beside | None = None
         whole = self._joined and self._reduce is None
-        if self._gated is not None and self._gated.bias is None and whole:
+        if self._gated is not None and self._gated.is_plain and whole:
             self._beside = side_stream(self._down.device)
             self._urgent = side_stream(self._down.device, urgent=True)
         if route is not None:  # the weight may be a view by now; experts want fp32

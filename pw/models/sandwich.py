@@ -116,7 +116,7 @@ class _Layer:
         self._kernels = kernels
         self._beside: Beside | None = None
         self._urgent: Beside | None = None
-        if kernels and self._reduce is None and self._gated.bias is None:
+        if self._reduce is None and self._gated.is_plain:
             device = following.weight.device
             self._beside, self._urgent = side_stream(device), side_stream(device, urgent=True)
 

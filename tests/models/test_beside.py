@@ -13,11 +13,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from pw.models import beside, skeleton
+from pw.models import beside, flat_parts, sandwich, skeleton
 from pw.models.beside import fork_shared_experts, opened
 from pw.models.checkpoint import Checkpoint
 from pw.models.experts import JoinedExperts, bind_experts, expert_modules
-from pw.models.flat import FlatDecoder
+from pw.models.flat import DECODERS, FlatDecoder
 from pw.models.flat_parts import GatedMlp, Moe
 from pw.models.probing import probe_logits, relative_difference
 from pw.models.skeleton import general_forward, load_skeleton
@@ -45,9 +45,9 @@ class Log:
         self.events.append("meet")
 
 
-def load(kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+def load(kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> Any:
     monkeypatch.setattr(skeleton, "flat_decoder", lambda *_: None)
-    make_checkpoint(kind, folder)
+    make_checkpoint(kind, folder, **settings)
     return load_skeleton(Checkpoint.open(folder), torch.float32).model
 
 
@@ -163,6 +163,23 @@ def test_few_tokens_have_their_routed_experts_apart(
     log.open = False
     probe_logits(model, flat)
     assert not log.events
+
+
+@pytest.mark.parametrize(("kind", "name"), [("qwen2_moe", "hidden_act"),
+                                            ("gemma4_text", "hidden_activation")])  # fmt: skip
+@pytest.mark.parametrize("activation", ["relu", "silu"])
+def test_an_activation_that_kernels_do_not_know_keeps_one_stream(
+    kind: str, name: str, activation: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = Log()
+    for module in (flat_parts, sandwich):
+        monkeypatch.setattr(module, "side_stream", lambda *_, **__: log)
+    monkeypatch.setattr(beside, "FEWEST", 4)
+    model = load(kind, tmp_path, monkeypatch, **{name: activation})
+    flat = DECODERS[kind](model, kernels=True)
+    expected, found = probe_logits(model, partial(general_forward, model), flat)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=2e-5)
+    assert bool(log.events) == (activation == "silu")
 
 
 def test_a_device_has_one_other_stream_whatever_it_is_called(
