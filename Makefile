@@ -83,9 +83,10 @@ test-ray: pyproject.toml constraints.txt  ## Replicas on a local Ray cluster, so
 bench: $(STAMP)  ## Speed: calibration, planner, tokens/s beside transformers
 	$(BIN)/pw bench tiny
 
-GROUPS ?=
-bench-gpu: $(STAMP)  ## The records of docs/gpu.md on this GPU, 15 minutes: GROUPS="models serve" for some
-	PATH="$(abspath $(BIN)):$$PATH" TRITON_INTERPRET=0 bash benchmarks/gpu.sh $(GROUPS)
+# Not GROUPS: that is bash's own, and what is given there is lost.
+ONLY ?=
+bench-gpu: $(STAMP)  ## The records of docs/gpu.md on this GPU, 15 minutes: ONLY="models serve" for some
+	PATH="$(abspath $(BIN)):$$PATH" TRITON_INTERPRET=0 bash benchmarks/gpu.sh $(ONLY)
 
 demo: $(STAMP)  ## The main job: calibrate, serve under a tight budget, watch the pages move
 	$(BIN)/python -m pw.evaluation.demo
