@@ -1,13 +1,12 @@
 """Decode attention with rotation and store before it, in one launch (`joint_attention.cu`, NVRTC).
 
-For steps of few sequences, each of which has one query, heads of 64, 128 or 256 and up to eight
-query heads of a key head, from compute capability 9.0 on. Keys and values of earlier steps are read
-before the launch waits for the one before it: they have to be there when that one begins, and so
-have lengths and tables. Of this step the kernel takes queries, keys and values themselves, as the
-product gives them. The blocks that share a query's keys are a cluster, whose parts meet in shared
-memory: there is no workspace. How many they are depends on shapes alone, so with equal plans a
-token's result does not depend on the others.
-
+For steps of few sequences, each of which has one query, heads of 64, 128, 256 or 512 and up to
+eight query heads of a key head, from compute capability 9.0 on. Keys and values of earlier steps
+are read before the launch waits for the one before it: they have to be there when that one begins,
+and so have lengths and tables. Of this step the kernel takes queries, keys and values themselves,
+as the product gives them. The blocks that share a query's keys are a cluster, whose parts meet in
+shared memory: there is no workspace. How many they are depends on shapes alone, so with equal plans
+a token's result does not depend on the others.
 Axes as in `step.rotate_store` and `reference.paged_attention`.
 """
 

@@ -1,8 +1,8 @@
 """The small parts of a decode step: norm, rotation and KV store, routing, gate, sum.
 
-On a GPU each is one Triton kernel (`triton_step`, `triton_routers`), elsewhere a few calls of
-torch: the reference. The choice is made per call by the device of the tensors; `backend` names one
-for tests.
+On a GPU each is one Triton kernel (`triton_step`, `triton_rotation`, `triton_routers`), elsewhere a
+few calls of torch: the reference. The choice is made per call by the device of the tensors;
+`backend` names one for tests.
 
 Axes: T tokens, H hidden, Hq query heads, Hkv key heads, D head size, I inner, E experts,
 k experts of a token, P pages, tok tokens of a page.
@@ -22,9 +22,7 @@ from pw_kernels import reference
 from pw_kernels.slots import SlotResults
 
 BACKENDS = ("auto", "torch", "triton")
-ROUTED_TOKENS = (
-    128  # of a batch whose fp32 router is one kernel; a matrix product serves more better
-)
+ROUTED_TOKENS = 128  # whose fp32 router is one kernel; a matrix product serves more better
 
 
 @dataclass(frozen=True, eq=False)

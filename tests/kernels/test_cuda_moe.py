@@ -109,10 +109,17 @@ def test_widths_up_to_6_bits_are_one_launch(
         assert most <= places << 10
 
 
-@pytest.mark.parametrize(("count", "experts", "size"), [(5, 7, 8), (16, 7, 8), (128, 60, 8)])
+@pytest.mark.parametrize(
+    ("count", "experts", "size"), [(5, 7, 8), (16, 7, 8), (40, 6, 8), (41, 1, 8), (33, 4, 2)]
+)
 def test_lists_have_room_for_the_most_groups(count: int, experts: int, size: int) -> None:
-    alone = min(count, experts)  # experts with one slot; full groups behind them need `size` more
-    assert cuda_routing.most_groups(count, experts, size) == alone + (count - alone) // size
+    most = [-(-slots // size) for slots in range(count + 1)]  # of one expert that has so many
+    for _ in range(experts - 1):  # another one takes some of them
+        most = [
+            max(-(-own // size) + most[slots - own] for own in range(slots + 1))
+            for slots in range(count + 1)
+        ]
+    assert cuda_routing.most_groups(count, experts, size) == most[count]
 
 
 @pytest.mark.parametrize(
