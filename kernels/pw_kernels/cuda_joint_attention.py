@@ -7,6 +7,7 @@ and so have lengths and tables. Of this step the kernel takes queries, keys and 
 as the product gives them. The blocks that share a query's keys are a cluster, whose parts meet in
 shared memory: there is no workspace. How many they are depends on shapes alone, so with equal plans
 a token's result does not depend on the others.
+
 Axes as in `step.rotate_store` and `reference.paged_attention`.
 """
 

@@ -66,7 +66,7 @@ class Tuning:
 
 @dataclass(frozen=True)
 class Plan:
-    """Launch choices, from shapes alone.
+    """Launch choices, from shapes and possible widths alone.
 
     Attributes:
         token_tiles: Groups have 8 times as many slots.
