@@ -110,10 +110,6 @@ class PagedExperts(JoinedExperts):
         run = fused_moe if summed else fused_moe_slots
         return self._run(run, slot, x, ids, weights)  # type: ignore[no-any-return]
 
-    def leaves_slots(self) -> bool:
-        """See `JoinedExperts`."""
-        return True
-
     def _run(
         self,
         run: Callable[..., Any],

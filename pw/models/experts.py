@@ -61,10 +61,6 @@ class JoinedExperts(Protocol):
             summed: Over the experts of a token; False: it may be left to the caller.
         """
 
-    def leaves_slots(self) -> bool:
-        """Whether it leaves sums to the caller, where the caller lets it."""
-        return False
-
 
 def is_joined(function: object) -> TypeGuard[JoinedExperts]:
     """Whether an experts function takes more along than its call says."""

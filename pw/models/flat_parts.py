@@ -216,10 +216,8 @@ class Moe:
         """Whether `_few` takes a batch: each launch where its streams part or meet waits itself."""
         assert self._route is not None
         routing = self._route.routing
-        run: Any = self._experts.pw_experts
-        fewest = 1 if is_joined(run) and run.leaves_slots() else 2  # as quick one after the other
         return (
-            fewest <= len(x) <= FEW
+            1 < len(x) <= FEW  # one token is as quick or quicker on one stream: docs/decode.md
             and routers.is_one_launch(x, gated.others, 1, routing)
             and gated.takes_norm(x)
         )

@@ -16,7 +16,7 @@ from torch import Tensor
 from pw.models import beside, flat_parts, sandwich, skeleton
 from pw.models.beside import fork_shared_experts, opened
 from pw.models.checkpoint import Checkpoint
-from pw.models.experts import JoinedExperts, bind_experts, expert_modules
+from pw.models.experts import expert_modules
 from pw.models.flat import DECODERS, FlatDecoder
 from pw.models.flat_parts import GatedMlp, Moe
 from pw.models.probing import probe_logits, relative_difference
@@ -201,27 +201,13 @@ def test_a_device_has_one_other_stream_whatever_it_is_called(
     assert beside.side_stream(torch.device("cpu")) is None
 
 
-class Slots(JoinedExperts):
-    """Experts that leave their sums to the caller, or do not."""
-
-    def __init__(self, leaves: bool) -> None:
-        self.leaves = leaves
-
-    def leaves_slots(self) -> bool:
-        return self.leaves
-
-
-@pytest.mark.parametrize(
-    ("leaves", "tokens", "taken"),
-    [(True, 1, True), (False, 1, False), (False, 2, True), (True, 8, True), (True, 9, False)],
-)
-def test_one_token_is_as_quick_on_one_stream_where_experts_leave_no_slots(
-    leaves: bool, tokens: int, taken: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("tokens", "taken"), [(1, False), (2, True), (8, True), (9, False)])
+def test_one_token_keeps_one_stream(
+    tokens: int, taken: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = load("qwen2_moe", tmp_path, monkeypatch)
     monkeypatch.setattr(routers, "is_one_launch", lambda *_: True)  # as on a GPU
     monkeypatch.setattr(GatedMlp, "takes_norm", lambda *_: True)
-    bind_experts(model, Slots(leaves))
     moe = FlatDecoder(model, kernels=True)._layers[0]._mlp
     assert moe._takes_few(torch.zeros(tokens, 8), moe._gated) == taken
 

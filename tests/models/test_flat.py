@@ -107,9 +107,6 @@ def test_experts_may_be_chosen_by_those_who_run_them(
             choice.launch("lists", 8)
             return self.inner(slot, module, x, choice.ids, choice.weights)
 
-        def leaves_slots(self) -> bool:
-            return False
-
     monkeypatch.setattr(routers, "choose", choose)
     modules = [module for _, module in expert_modules(skeleton.model)]
     if takes:
