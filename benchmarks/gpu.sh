@@ -2,8 +2,10 @@
 # The records that docs/gpu.md quotes, made on this machine's GPU: alone on it, a quarter of an hour.
 #   bash benchmarks/gpu.sh                    all of them, into benchmarks/results
 #   RESULTS=/tmp/r bash benchmarks/gpu.sh models kernels      two groups, elsewhere
+#   NAME=a100-2026-12-01 bash benchmarks/gpu.sh               another end of the records' names
 set -eu
 cd "$(dirname "$0")/.."
+ALL="matrix models kernels squeeze cycles movement offline serve"
 RESULTS=${RESULTS:-benchmarks/results} # records of the same name are replaced
 NAME=${NAME:-h200-$(date +%F)}         # how their names end
 CONFIGS=pipelines/recipes/configs
@@ -63,9 +65,11 @@ cycles() { # the same 1,000 times, small
 }
 
 movement() { # steps while planes come back
-	python -m pw.evaluation.bench.movement "$QWEN" --device cuda --memory-budget 24GiB --batch 1 32 \
-		--steps 200 --transfer-budget 1GiB --copied 64MiB --form json \
-		> "$RESULTS/movement-$NAME.json"
+	local record="$RESULTS/movement-$NAME.json" python=python
+	[ -x "$(dirname "$(command -v pw)")/python" ] && python=$(dirname "$(command -v pw)")/python
+	"$python" -m pw.evaluation.bench.movement "$QWEN" --device cuda --memory-budget 24GiB \
+		--batch 1 32 --steps 200 --transfer-budget 1GiB --copied 64MiB --form json > "$record.part"
+	mv "$record.part" "$record" # a run that fails leaves the record of the last
 }
 
 offline() { # requests without a server
@@ -104,7 +108,27 @@ serve() { # a server, and clients beside it
 	trap - EXIT
 }
 
-mkdir -p "$RESULTS"
-for group in "${@:-matrix models kernels squeeze cycles movement offline serve}"; do
-	for each in $group; do "$each"; done
+# shellcheck disable=SC2086 # groups are words
+set -- ${*:-$ALL}
+for group in "$@"; do
+	case " $ALL " in
+	*" $group "*) ;;
+	*)
+		echo "error: no group of records is called \`$group\`" >&2
+		echo "hint: groups are $ALL; none named: all" >&2
+		exit 2
+		;;
+	esac
 done
+if ! type pw > /dev/null 2>&1; then
+	echo "error: \`pw\` is not on the path" >&2
+	echo "hint: \`. .venv/bin/activate\`, or \`make bench-gpu\`" >&2
+	exit 2
+fi
+if [ "$(type -t pw)" = file ] && ! command -v nvidia-smi > /dev/null; then
+	echo "error: no NVIDIA GPU on this machine: there is no nvidia-smi" >&2
+	echo "hint: on a CPU, \`make bench\` measures the bundled model" >&2
+	exit 2
+fi
+mkdir -p "$RESULTS"
+for group in "$@"; do "$group"; done

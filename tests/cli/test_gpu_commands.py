@@ -39,3 +39,17 @@ def test_every_command_of_the_gpus_records_is_one_and_every_record_is_listed(
         assert done.code == 0, done.err
         record = command[command.index("--result-filename") + 1].removesuffix("-here.json")
         assert f"`{record.removesuffix('-qwen1.5-moe')}-" in listed
+
+
+def test_a_group_that_there_is_not_is_named_before_anything_runs(tmp_path: Path) -> None:
+    done = subprocess.run(
+        ["bash", str(ROOT / "benchmarks" / "gpu.sh"), "models", "--help"],
+        env=os.environ | {"RESULTS": str(tmp_path / "new"), "BASH_FUNC_pw%%": NOTE},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "`--help`" in done.stderr
+    assert "models kernels" in done.stderr
+    assert not (tmp_path / "new").exists()
