@@ -162,6 +162,23 @@ def test_request_that_could_never_fit_is_refused_at_once(qwen: tuple[Any, Path])
     assert adaptive.max_model_len > limit
 
 
+def test_contexts_too_short_for_use_are_told_at_the_start(
+    qwen: tuple[Any, Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    _, artifact = qwen
+    budget = tight_budget(artifact, 60, "static:6")
+    caplog.clear()
+    engine = open_engine(artifact, "static:6", memory_budget=budget)
+    limit, stated = engine.max_model_len, engine._parts.stated_model_len
+    (told,) = [line for line in caplog.messages if line.startswith("contexts have")]
+    assert f"contexts have {limit} tokens at most, of {stated}: " in told
+    assert "lower --max-num-batched-tokens (32) or --max-num-seqs (8), or raise --mem" in told
+    caplog.clear()
+    open_engine(artifact, "static:6", memory_budget=budget, max_model_len=limit)  # as asked for
+    open_engine(artifact, "static:6")
+    assert "contexts have" not in caplog.text
+
+
 def test_bad_requests_leave_the_engine_alive(qwen: tuple[Any, Path]) -> None:
     _, artifact = qwen
     engine = open_engine(artifact, "static:3", max_num_queued_reqs=2)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import torch
 
-from pw.config import EngineConfig
+from pw.config import EngineConfig, format_bytes
 from pw.engine.experts import DenseExperts, PagedExperts, RoutedExperts, RoutingCounter
 from pw.engine.parallel.lead import LeadFixed, LeadMover, LeadRunner, LeadTable
 from pw.engine.parallel.seat import Seat, by_rank, share_of
@@ -32,6 +33,10 @@ from pw.memory.page_table import WeightPageTable
 from pw.memory.pool import PagePool
 from pw.models.skeleton import Skeleton
 from pw.models.tokenizer import Tokenizer, load_tokenizer
+
+logger = logging.getLogger("pw.engine")
+
+_SHORT_CONTEXT = 256  # tokens; a chat's template and one answer are about as long
 
 
 @dataclass(frozen=True)
@@ -102,9 +107,28 @@ def build_parts(path: Path, config: EngineConfig) -> Parts:
     return parts
 
 
+def _warn_of_short_contexts(ground: Ground) -> None:
+    """Say it where next to no request will fit, and which settings take the room."""
+    memory, demand, config = ground.memory, ground.demand, ground.config
+    if memory.max_model_len >= min(_SHORT_CONTEXT, demand.max_model_len):
+        return
+    logger.warning(
+        "contexts have %d tokens at most, of %d: that is all that fits in the memory budget of %s, "
+        "of which the workspace takes %s: lower --max-num-batched-tokens (%d) or --max-num-seqs "
+        "(%d), or raise --memory-budget",
+        memory.max_model_len,
+        demand.max_model_len,
+        format_bytes(memory.budget),
+        format_bytes(memory.workspace),
+        demand.chunk_tokens,
+        config.max_num_seqs,
+    )
+
+
 def _assemble(ground: Ground, team: Team | None) -> Parts:
     """Bring the experts in and join everything; the first of several ranks leads a team."""
     config, source, skeleton = ground.config, ground.loaded.source, ground.loaded.skeleton
+    _warn_of_short_contexts(ground)
     tokenizer = load_tokenizer(source.path)
     trace = TraceWriter(config.trace)
     try:
