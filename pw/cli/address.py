@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from urllib.parse import urlsplit
 
 from pw.errors import ConfigError
@@ -9,6 +10,8 @@ from pw.errors import ConfigError
 
 def server_url(text: str, flag: str = "--url") -> str:
     """The root of a server from `http://host:port`, `host:port`, `host` or `:port`.
+
+    A `/v1` at the end, as OpenAI's clients want it, is left off: whoever asks knows the paths.
 
     Args:
         text: As given. A scheme that is missing is http, a host that is missing this machine.
@@ -20,7 +23,7 @@ def server_url(text: str, flag: str = "--url") -> str:
     url = text.strip()
     if "://" not in url:
         url = f"http://{'127.0.0.1' if url.startswith(':') else ''}{url}"
-    url = url.rstrip("/")
+    url = re.sub(r"(?<=[^/:])/+v1$", "", url.rstrip("/"))
     try:
         parts = urlsplit(url)
         known = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
