@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from typing import Any
@@ -84,7 +85,10 @@ def ask(server: Server, count: int = 1, target: Target = TARGET, **pace: Any) ->
 
 
 @pytest.mark.parametrize("endpoint", ENDPOINTS)
-def test_moments_and_counts_are_the_clients_and_the_servers(endpoint: str) -> None:
+def test_moments_and_counts_are_the_clients_and_the_servers(
+    endpoint: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "pw")
     server = Server()
     (timing,) = ask(server, target=Target("http://server", endpoint, api_key="k"))
     assert timing.error is None
@@ -99,6 +103,8 @@ def test_moments_and_counts_are_the_clients_and_the_servers(endpoint: str) -> No
     else:
         assert body["messages"] == [{"role": "user", "content": "1 2 3"}]
         assert body["max_completion_tokens"] == 9
+    told = "token ids of prompts are sent as numbers in words" in caplog.text
+    assert told is (endpoint == ENDPOINTS[1])
 
 
 def test_a_server_without_usage_is_counted_by_its_chunks() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,6 +19,8 @@ import httpx
 from pw.errors import PwError
 from pw.evaluation.bench.metrics import Timing
 from pw.evaluation.bench.workload import Request, arrivals
+
+logger = logging.getLogger("pw.bench")
 
 ENDPOINTS = ("/v1/completions", "/v1/chat/completions")
 
@@ -61,6 +64,11 @@ async def run(
     Raises:
         PwError: The server does not answer, or serves no model.
     """
+    if target.endpoint != ENDPOINTS[0] and not all(isinstance(r.prompt, str) for r in requests):
+        logger.info(
+            "a chat takes text: token ids of prompts are sent as numbers in words, and the server "
+            "counts more input tokens than their lengths say; /v1/completions takes ids as they are"
+        )
     headers = {"authorization": f"Bearer {target.api_key}"} if target.api_key else {}
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
     async with httpx.AsyncClient(
