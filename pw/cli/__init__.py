@@ -122,6 +122,8 @@ def _as_usage(error: Exception) -> PwError:
         hint = "did you mean " + " or ".join(f"`{option}`" for option in sorted(nearest)) + "?"
     elif suggestion:
         hint = "did you mean " + suggestion.replace("'", "`")
+    elif (parameter := getattr(error, "param", None)) and getattr(parameter, "multiple", False):
+        hint = f"repeat `{parameter.opts[0]}` for several values, or {hint}"
     message = re.sub(r" \(env var: '\w+'\)", "", " ".join(message.split()).rstrip("."))
     message = message.replace("'", "`") + _read_elsewhere(error)
     return name_the_origin(PwError(message[:1].lower() + message[1:], hint), context)

@@ -71,6 +71,12 @@ def test_every_command_has_help_and_the_common_flags(command: str) -> None:
         ("serve --model x", 2, "no such option: --model", "MODEL comes first"),
         ("serve x --max-num-queued-tokens 0", 2, "--max-num-queued-tokens must be positive: 0", ""),
         ("serve x --config none.yaml", 2, "cannot read `none.yaml`", "see `pw serve --help`"),
+        (
+            "bench matrix x --batch-size 1,4",
+            2,
+            "invalid value for `--batch-size`",
+            "repeat `--batc",
+        ),
         ("serve x --port many", 2, "invalid value for `--port`", "see `pw serve --help`"),
         ("serve x --port", 2, "option `--port` requires an argument", "see `pw --help`"),
         ("serve x --memory-budget 3x", 2, "not a size in bytes: `3x`", "`24MiB`"),
