@@ -221,7 +221,7 @@ def matrix(
         typer.Option(
             help="dense, static:<bits>, adaptive:<bits> (planned widths in the bytes of so many "
             "bits) or held:<bits> (those widths, fixed); repeatable (default: dense, static:6, "
-            ":4, :3, adaptive:4, :3)."
+            ":4, :3, adaptive:4, :3, as --min-bits and --max-bits allow)."
         ),
     ] = None,
     batch_size: Annotated[
@@ -270,9 +270,11 @@ def matrix(
     from pw.evaluation.bench.longest import longest_contexts
     from pw.evaluation.bench.matrix import Matrix, run_matrix
     from pw.evaluation.bench.matrix_limits import Limits
+    from pw.evaluation.bench.matrix_policies import allowed
     from pw.evaluation.bench.peers import transformers_generate
     from pw.evaluation.bench.tables import report, rows
 
+    policy = policy or allowed(Matrix.policies, config)
     given = {"policies": policy, "batches": batch_size, "contexts": context}
     cells = Matrix(
         steps=steps,
@@ -280,14 +282,14 @@ def matrix(
         most_tokens=most_tokens,
         seconds=seconds,
         kernels=kernels,
-        **{name: tuple(value) for name, value in given.items() if value},  # type: ignore[arg-type]
+        **{name: tuple(dict.fromkeys(value)) for name, value in given.items() if value},  # type: ignore[arg-type]
     )
     settings = asdict(cells) | {"seconds": None if seconds == float("inf") else seconds}
     tell = (lambda _: None) if common.quiet else (lambda text: typer.echo(text, err=True))
     figures: dict[str, Any] = {"model": model, "settings": settings}
     if transformers:
         limits = Limits.of(path, config.load_format)
-        cells.check(limits)  # before it takes minutes
+        cells.check(limits, config)  # before it takes minutes
         contexts = cells.possible(limits)
         figures["transformers"] = transformers_generate(path, device_of(config), contexts)
     figures |= run_matrix(path, config, cells, tell)

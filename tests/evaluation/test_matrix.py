@@ -313,6 +313,7 @@ def test_a_comparison_of_no_width_that_the_artifact_has_is_refused(tiny: Path) -
     with pytest.raises(ConfigError, match="`static:7` is not to be had") as refused:
         run_matrix(tiny, config, replace(SMALL, policies=("static:7",)), told.append)
     assert "--max-bits 7" in refused.value.hint
+    assert told == []  # once is enough
 
 
 def test_an_engine_that_a_setting_forbids_is_left_out(
@@ -366,9 +367,9 @@ def test_a_comparison_of_no_context_that_the_model_has_is_refused(
     limits = Limits.of(folder, "dummy")
     if "--steps" in hint and "lower" not in hint:
         most = int(hint.split("--steps ")[1].split()[0])
-        replace(matrix, steps=most).check(limits)
+        replace(matrix, steps=most).check(limits, CONFIG)
         with pytest.raises(ConfigError):
-            replace(matrix, steps=most + 1).check(limits)
+            replace(matrix, steps=most + 1).check(limits, CONFIG)
 
 
 def test_the_hint_names_every_kind_of_policy() -> None:

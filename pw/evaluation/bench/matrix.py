@@ -36,7 +36,7 @@ from pw.evaluation.bench.faults import clear, ended, is_lost, left_out, message
 from pw.evaluation.bench.filling import Ballast, fill
 from pw.evaluation.bench.floor import copy_bandwidth, step_bytes
 from pw.evaluation.bench.matrix_limits import Limits
-from pw.evaluation.bench.matrix_policies import Widths, by_engine, parse_policy
+from pw.evaluation.bench.matrix_policies import Widths, by_engine, out_of_bounds, parse_policy
 from pw.evaluation.bench.profile import class_floors, kernel_milliseconds
 from pw.evaluation.bench.tables import at_equal_bytes, head, line, speedups
 from pw.evaluation.bench.timing import (
@@ -110,12 +110,22 @@ class Matrix:
         """Tokens that each sequence of a cell makes at most."""
         return _SETTLE + self.steps + self.steps // 4 + _REST
 
-    def check(self, limits: Limits) -> None:
-        """Refuse what a model does not allow; cells of some contexts are left out instead.
+    def check(self, limits: Limits, config: EngineConfig) -> None:
+        """Refuse what a model and the settings of engines do not allow.
+
+        Cells of some contexts, and of some widths that there are no planes of, are left out
+        instead.
 
         Raises:
-            ConfigError: All contexts are too long.
+            ConfigError: All contexts are too long, there are planes for no policy, or the settings
+                do not allow the width of one.
         """
+        for policy in self.policies:
+            if (refusal := out_of_bounds(policy, config)) is not None:
+                raise refusal
+        missing = [error for policy in self.policies if (error := limits.of_policy(policy))]
+        if missing and len(missing) == len(self.policies):
+            raise missing[0]
         limits.check(self.contexts, self.steps, self.tokens)
 
     def possible(self, limits: Limits) -> tuple[int, ...]:
@@ -147,7 +157,7 @@ def run_matrix(
         ConfigError: None can be measured.
     """
     limits = Limits.of(folder, config.load_format)
-    matrix.check(limits)
+    matrix.check(limits, config)
     tokens = matrix.tokens
     config = replace(
         config,

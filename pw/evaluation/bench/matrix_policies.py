@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
-from pw.config import WIDTHS, PrecisionPolicy
+from pw.config import WIDTHS, EngineConfig, PrecisionPolicy
 from pw.engine import Engine
 from pw.errors import BudgetError, ConfigError
 from pw.planning.bits_file import write_bits
@@ -32,6 +32,30 @@ def parse_policy(text: str) -> tuple[PrecisionPolicy, int | None]:
             "use dense, static:3, adaptive:3, held:3",
         )
     return PrecisionPolicy.parse(text), None
+
+
+def out_of_bounds(policy: str, config: EngineConfig) -> ConfigError | None:
+    """Why --min-bits and --max-bits do not allow the width of a policy; None: they do."""
+    kind, _, width = policy.partition(":")
+    if not width:
+        return None
+    bits, least, most = int(width), config.min_bits, config.max_bits
+    if least is not None and bits < least:
+        return ConfigError(
+            f"policy `{policy}` is narrower than --min-bits {least} allows",
+            f"ask for {kind}:{least} or wider, or give --min-bits {bits}",
+        )
+    if most is not None and bits > most:
+        return ConfigError(
+            f"policy `{policy}` is wider than --max-bits {most} allows",
+            f"ask for {kind}:{most} or narrower, or give --max-bits {bits}",
+        )
+    return None
+
+
+def allowed(policies: Iterable[str], config: EngineConfig) -> list[str]:
+    """Those whose widths --min-bits and --max-bits allow."""
+    return [policy for policy in policies if out_of_bounds(policy, config) is None]
 
 
 def by_engine(policies: Iterable[str]) -> list[list[str]]:
