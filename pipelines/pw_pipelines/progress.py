@@ -76,8 +76,11 @@ class Progress:
 
     @contextmanager
     def stage(self, name: str, total: int, unit: str) -> Iterator[Advance]:
-        """Follow `total` units of work; the block gets a function to call as they are done."""
-        started = self._clock()
+        """Follow `total` units of work; the block gets a function to call as they are done.
+
+        A block that ends with fewer of them is not said to have done all.
+        """
+        started, done = self._clock(), 0
         tracker = {
             Style.BAR: self._bar,
             Style.PLAIN: self._lines,
@@ -85,9 +88,19 @@ class Progress:
             Style.QUIET: self._silence,
         }[self.style]
         with tracker(name, total, unit) as advance:
-            yield advance
+
+            def count_and_show(count: int) -> None:
+                nonlocal done
+                done += count
+                advance(count)
+
+            yield count_and_show
         if self.style in (Style.BAR, Style.PLAIN):
-            self.note(f"{name}: {total} {unit} in {self._clock() - started:.1f} s")
+            units = f"{total}" if done >= total else f"{done} of {total}"
+            self.note(f"{name}: {units} {unit} in {self._clock() - started:.1f} s")
+        elif self.style is Style.JSON:
+            short = {"done": done} if done < total else {}
+            self._event(event="done", stage=name, total=total, unit=unit, **short)
 
     @contextmanager
     def _silence(self, _name: str, _total: int, _unit: str) -> Iterator[Advance]:
@@ -127,7 +140,6 @@ class Progress:
 
         show(0, 0.0)
         yield self._counter(total, show)
-        self._event(event="done", stage=name, total=total, unit=unit)
 
     def _counter(self, total: int, show: Callable[[int, float], None]) -> Advance:
         """An advance function that calls `show` every few seconds while work remains."""

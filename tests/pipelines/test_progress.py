@@ -63,6 +63,21 @@ def test_a_stage_that_fails_does_not_claim_to_be_done() -> None:
     assert "in" not in stream.getvalue()
 
 
+@pytest.mark.parametrize("style", [Style.PLAIN, Style.JSON])
+def test_a_stage_that_ends_early_names_what_was_done(style: Style) -> None:
+    stream = io.StringIO()
+    with Progress(style, stream=stream, clock=Clock()).stage("squeeze", 1000, "cycles") as advance:
+        advance(1)
+        advance(2)
+    last = stream.getvalue().splitlines()[-1]
+    if style is Style.PLAIN:
+        assert last == "squeeze: 3 of 1000 cycles in 0.0 s"
+    else:
+        assert json.loads(last) == {
+            "event": "done", "stage": "squeeze", "total": 1000, "unit": "cycles", "done": 3,
+        }  # fmt: skip
+
+
 def test_a_bar_is_drawn_on_a_terminal_only() -> None:
     class Terminal(io.StringIO):
         def isatty(self) -> bool:
