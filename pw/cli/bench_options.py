@@ -84,15 +84,15 @@ class Result:
     """What is told and kept of a run."""
 
     output: Annotated[
-        str,
+        list[str] | None,
         _result(
-            "md (a table), csv or json; or a file whose name ends so.",
+            "md (a table; the default), csv or json; or a file whose name ends so.",
             "-o",
             "--output",
             "--output-json",
             metavar="FORM|FILE",
         ),
-    ] = "md"
+    ] = None  # a list, so that a second one is seen
     metric_percentiles: Annotated[str, _result("Percentiles of every metric.", metavar="LIST")] = (
         "50,90,99"
     )
@@ -124,15 +124,22 @@ class Result:
         """The form of the output.
 
         Raises:
-            ConfigError: It, or a percentile, is none that there is, or a file cannot be written.
+            ConfigError: It, or a percentile, is none that there is, there are two, or a file
+                cannot be written.
         """
         from pw.evaluation.bench.report import FORMS
 
         self.percentiles()
-        form = self.output if self.file is None else self.file.suffix[1:]
+        if len(given := list(dict.fromkeys(self.output or ()))) > 1:
+            raise ConfigError(
+                f"two outputs: `{given[0]}` and `{given[1]}`",
+                "-o, --output and --output-json are one option: give it once; --save-result "
+                "writes JSON beside it",
+            )
+        form = self._asked if self.file is None else self.file.suffix[1:]
         if form not in FORMS:
             raise ConfigError(
-                f"unknown output form: `{self.output}`",
+                f"unknown output form: `{self._asked}`",
                 f"use {', '.join(FORMS)}, or a file whose name ends so",
             )
         if self.file is not None:
@@ -142,9 +149,13 @@ class Result:
         return "json" if common.json and self.file is None else form
 
     @property
+    def _asked(self) -> str:
+        return self.output[-1] if self.output else "md"
+
+    @property
     def file(self) -> Path | None:
         """The file that the output goes to; None: it is printed."""
-        path = Path(self.output)
+        path = Path(self._asked)
         return path if path.suffix else None
 
     def show(
@@ -244,7 +255,8 @@ class Client:
     """Which server, and how it is asked."""
 
     base_url: Annotated[
-        str | None, _server("Root of the server (default: http://HOST:PORT).", metavar="URL")
+        str | None,
+        _server("Root of the server, `/v1` or not (default: http://HOST:PORT).", metavar="URL"),
     ] = None
     host: Annotated[str, _server("Address of the server.")] = "127.0.0.1"
     port: Annotated[int, _server("Its port.")] = 8000

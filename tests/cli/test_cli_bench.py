@@ -71,6 +71,7 @@ def test_latency_of_dummy_weights_under_every_policy(config: str, policy: str) -
 
 def test_a_matrix_of_policies_beside_transformers(config: str, tmp_path: Path) -> None:
     cells = ("--policy", "dense", "--policy", "static:3", "--batch-size", "2", "--context", "24")
+    cells += ("--policy", "static:3", "--batch-size", "2")  # said twice, measured once
     others = ("--transformers", "--longest-within", "8MiB", "--steps", "3", "-q")
     saved = ("--save-result", "--result-dir", str(tmp_path), "--result-filename", "matrix.json")
     done = run("bench", "matrix", config, *DUMMY, *SMALL[:4], *cells, *others, *saved)
@@ -254,6 +255,8 @@ def test_generate_speaks_numbers_and_a_changed_config_is_another_folder(
         (("latency", "CONFIG", "--load-format", "dummy", "--hf-overrides", '{"a": 1}'),
          "the config has no `a`"),
         (("latency", "CONFIG", "--load-format", "gguf"), "load_format must be auto or dummy"),
+        (("latency", "CONFIG", *DUMMY, "-o", "md", "--output-json", "figures.json"),
+         "two outputs: `md` and `figures.json`"),
         (("serve", "--goodput", "ttft"), "not a goodput limit: `ttft`"),
         (("serve", "--backend", "grpc"), "unknown backend: `grpc`"),
         (("serve", "--endpoint", "/generate"), "unknown endpoint: `/generate`"),
