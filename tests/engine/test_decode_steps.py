@@ -366,7 +366,8 @@ def test_kernels_are_compiled_before_steps_are_captured(
         start.capture_steps(runner._skeleton, experts, engine._parts.kv, 4, new_capture)
     layers = len(runner._skeleton.geometry.layers)
     steps = [size for size in (4, 2, 1) for _ in range(layers)]
-    prompts = 3 * layers * [32]  # no prompt of this engine has more tokens in a step
+    # no prompt of this engine has more tokens in a step; then what chunks leave
+    prompts = [size for size in (32, 32, 32, 8, 4) for _ in range(layers)]
     tried = [*steps, *prompts, *start.prompt_sizes(32)]
     assert log == ["rehearsal", *tried, "compiled", "capture"]
     compiled, captured = caplog.messages
